@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megatron.attention import attention
 from megatron.attention.eager import ScoreBias
-from megatron.positions import Position, build
+from megatron.errors import UserError
+from megatron.positions import Position, Shape, build
 from megatron.positions.precision import UNBOUNDED
 from tests.positions.golden import Golden, load
 from tests.support import fill
@@ -31,6 +32,7 @@ class Case:
     last_score: whether the score of the last token with itself is theirs; if not, neither are its
         output and the gradients
     out: the name of the output that ours is
+    train_length: length of the texts that it is built for
     x: numbers [batch, heads, length, head_dim] of the file that take the place of the layer's input
     """
 
@@ -40,10 +42,11 @@ class Case:
     constant: bool = False
     last_score: bool = True
     x: str | None = None
+    train_length: int = 512
     out: str = "out"
 
     def build(self, golden: Golden) -> Position:
-        position = build(self.name, golden.shape(), **self.options(golden))
+        position = build(self.name, golden.shape(self.train_length), **self.options(golden))
         fill(position, golden.params(self.numbers))
         if self.x is not None:  # The file has the keys and not the map from x, so x is the keys.
             torch.nn.init.eye_(position.key_weight)
@@ -123,6 +126,18 @@ def grape_m(golden: Golden) -> dict[str, Any]:
     return {"by_content": golden.variant == "ctx", "by_head": by_head}
 
 
+def fope(golden: Golden) -> dict[str, Any]:
+    """The parameters are fourier_coef alone where they are one matrix for all."""
+    dim = int(golden.param("fourier_dim"))
+    return {
+        "dim": dim or None,
+        "keep_slow": golden.variant == "keep_zero",
+        "shared": golden.variant == "one_matrix",
+        "learned": True,
+    }
+
+
+OF_FOPE = {"cos_coef": "cosines", "sin_coef": "sines"}
 OF_GRAPE_M = {"log_freq": "log_frequencies", "omega_weight": "weight", "omega_bias": "bias"}
 OF_FIRE = {
     "c": "c",
@@ -160,6 +175,10 @@ OF_SELECTIVE = {
 P_ROPE = Case("rotary", lambda golden: {"fraction": float(golden.variant[1:])})
 LONGROPE, RESONANCE = Case("rotary", longrope), Case("rotary", resonance)
 SELECTIVE = Case("selective_rope", selective_rope, OF_SELECTIVE)
+CAROPE = Case(
+    "carope", lambda golden: {"from_one": golden.variant == "from_1"}, {"weight": "weight"}
+)
+FOPE = Case("fope", fope, OF_FOPE, train_length=64)
 GRAPE_M = Case("grape_m", grape_m, OF_GRAPE_M)
 COPE = Case("cope", cope, {"pos_emb": "vectors"})
 CASES: dict[str, dict[str, Case]] = {
@@ -179,6 +198,11 @@ CASES: dict[str, dict[str, Case]] = {
         )
         for variant in ("strict", "attend_current")
     },
+    "fope": {
+        **dict.fromkeys(("default", "wide", "keep_zero"), FOPE),
+        "one_matrix": replace(FOPE, numbers={"fourier_coef": "cosines"}),
+    },
+    "carope": dict.fromkeys(("from_0", "from_1"), CAROPE),
     "pope": {"": Case("pope", numbers={"bias": "delta"})},
     "cope": {
         **dict.fromkeys(("ram", "ram_nodiv", "dape"), COPE),
@@ -338,3 +362,27 @@ def test_a_model_trained_without_scaling_gets_the_frequencies_of_the_authors(nam
         expected = golden.numbers.get("inv_freq", golden.numbers.get("L48.inv_freq"))
         torch.testing.assert_close(trained.inv_freq, expected, rtol=1e-6, atol=0)
         assert trained.amplitude == pytest.approx(golden.numbers["mscale"].item())
+
+
+@pytest.mark.parametrize("variant", CASES["fope"])
+def test_fope_begins_with_the_frequencies_and_mixtures_of_the_authors(variant):
+    golden = load("fope", variant)
+    options = {**fope(golden), "learned": False}
+    almost_fixed, drawn = (build("fope", golden.shape(64), **options, gain=g) for g in (1e-9, 0.3))
+    close(drawn.frequencies, golden.numbers["inv_freq"], 1e-7)
+    for theirs, ours in CASES["fope"][variant].numbers.items():
+        close(almost_fixed.bounded(ours), golden.numbers[f"init_eye.{theirs}"], 1e-7)
+        assert not torch.equal(drawn.bounded(ours), almost_fixed.bounded(ours))
+
+
+def test_fope_draws_as_xavier_does_over_pairs_and_heads():
+    table = load("fope", "table.dim64_max512").numbers
+    position = build("fope", Shape(8, 64, 512, 512), gain=0.6)
+    close(position.frequencies, table["inv_freq"], 1e-7)
+    assert list(position.cosines.shape) == table["coef_shape"].tolist()
+    noise = torch.cat([position.cosines, position.sines]) - torch.eye(16)
+    assert noise.std().item() == pytest.approx(0.6 * (2 / (16 * 16 + 8 * 16)) ** 0.5, rel=0.03)
+    same = build("fope", Shape(8, 64, 512, 512), gain=0.6)
+    assert torch.equal(same.cosines, position.cosines)
+    with pytest.raises(UserError, match="seq_length: 6 and head_dim = 64 let no pair turn - give"):
+        build("fope", Shape(8, 64, 512, 6))

@@ -1,0 +1,53 @@
+"""CARoPE: rotary whose frequencies are powers of a number from each token (arXiv 2507.23083)."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.positions.base import Memory, Pair, Position, Shape
+from megatron.positions.precision import at_least_float32, without_autocast
+from megatron.positions.registry import positive, register, switch
+from megatron.positions.rotary import even, rotate
+
+
+@register("carope")
+class CARoPE(Position):
+    """Rotary whose pair c of token i is turned by Σ f(x_t)^c over the tokens t ≤ i.
+
+    f(x) = 1 / (softplus(x·w) + 1) for each head, w learned in each layer (arXiv 2507.23083, section
+    2). There is no released code, and the text leaves three things open. We take c = 0 … pairs - 1,
+    which is rotary where f = base^(-2 / head_dim); x is the input of each layer's attention; pairs
+    are GPT-NeoX's. f begins near 1 / (1 + ln 2) = 0.59 and not, as the paper says, at rotary's
+    value, because w has no bias.
+
+    from_one: whether c = 1 … pairs, which is the other reading
+    init_std: standard deviation of the first values of w
+    """
+
+    per_layer = True
+    grouped_queries = False
+    powers: Tensor
+
+    def __init__(self, shape: Shape, *, from_one: bool = False, init_std: float = 0.02) -> None:
+        super().__init__(shape)
+        pairs = even(shape.head_dim, "head_dim:") // 2
+        first = int(switch("from_one", from_one))
+        self.register_buffer("powers", torch.arange(first, first + pairs), persistent=False)
+        weight = torch.empty(shape.hidden, shape.heads)
+        self.weight = nn.Parameter(weight.normal_(0.0, positive("init_std", init_std)))
+
+    def on_queries_keys_by_content(self, q: Tensor, k: Tensor, x: Tensor, memory: Memory) -> Pair:
+        """q, k [batch, heads, length, head_dim] -> same. memory["sum"]: the last angles.
+
+        Summed in float64: over 16384 tokens float32 loses the difference between neighbours.
+        """
+        with without_autocast(x):
+            f = 1 / (F.softplus(at_least_float32(x) @ self.bounded("weight")) + 1)
+            f = f.transpose(1, 2)[..., None].double()  # [batch, heads, length, 1]
+            total = (f**self.powers).cumsum(dim=2) + memory.get("sum", 0)
+            memory["sum"] = total[:, :, -1:].detach()
+            angle = total.fmod(2 * math.pi).to(self.origin.dtype)
+            cos, sin = angle.cos(), angle.sin()
+            return rotate(q, cos, sin), rotate(k, cos, sin)

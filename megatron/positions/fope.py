@@ -1,0 +1,99 @@
+"""FoPE: rotary in which every angle is a mixture of frequencies (arXiv 2412.17739)."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.errors import UserError
+from megatron.positions.base import Pair, Position, Shape
+from megatron.positions.frequencies import LEAST_BASE, inverse_frequencies
+from megatron.positions.precision import without_autocast
+from megatron.positions.registry import positive, register, switch, whole
+from megatron.positions.rotary import even, rotate
+
+
+@register("fope")
+class FoPE(Position):
+    """Rotary with Σ_n a_nc cos(tθ_n) as the cosine of pair c at token t, and Σ_n b_nc sin(tθ_n).
+
+    θ_n are rotary's frequencies whose wavelength is at most seq_length (arXiv 2412.17739, with the
+    first values of the released code). They fill up to a quarter of head_dim pairs. The other pairs
+    have no position; as in the released code their cosine and their sine are both 1, so that they
+    count twice in the score. With a frequency of 0 the sine would be 0. Scores do not depend on the
+    distance alone.
+
+    base: slowest wavelength / 2π
+    dim: the number of rotary's frequencies is half of this, and at least half of head_dim
+    keep_slow: whether slower frequencies stay as constants, for as many pairs as rotary turns
+    shared: whether a and b are one matrix for all heads, and not two for each
+    learned: whether they are learned in each layer; if not, as in the paper, all layers have one
+        random draw
+    gain: size of the random part of their first values: 0.3 for 60 million weights, 0.6 for 1.2
+        billion
+    seed: of the draw where they are not learned
+    """
+
+    by_distance = False
+    grouped_queries = False
+    frequencies: Tensor
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        base: float = 10000.0,
+        dim: int | None = None,
+        keep_slow: bool = False,
+        shared: bool = False,
+        learned: bool = False,
+        gain: float = 0.3,
+        seed: int = 1,
+    ) -> None:
+        super().__init__(shape)
+        self.per_layer = switch("learned", learned)
+        self.grouped_queries = self.heads_alike = switch("shared", shared)
+        self.pairs = even(shape.head_dim, "head_dim:") // 2
+        if dim is not None:
+            dim = even(whole("dim", dim, least=shape.head_dim, most=2**16), "dim:")
+        base = positive("base", base, least=LEAST_BASE)
+        frequencies = inverse_frequencies(dim or shape.head_dim, base)
+        fast = frequencies >= 2 * math.pi / shape.train_length
+        if switch("keep_slow", keep_slow):
+            frequencies, outputs = frequencies * fast, self.pairs
+        else:
+            frequencies = frequencies[fast]
+            outputs = min(len(frequencies), shape.head_dim // 4)
+        if not outputs:
+            raise UserError(
+                f"seq_length: {shape.train_length} and head_dim = {shape.head_dim} let no pair turn"
+                " - give at least 7 and 4"
+            )
+        self.register_buffer("frequencies", frequencies.float(), persistent=False)
+
+        first = torch.zeros(len(frequencies), outputs)
+        column = torch.arange(outputs)
+        first[column * math.ceil(len(frequencies) / outputs), column] = 1.0
+        seed = whole("seed", seed, most=2**31)
+        generator = None if learned else torch.Generator().manual_seed(seed)
+        sizes = first.shape if shared else (shape.heads, *first.shape)
+        for name in ["cosines"] if shared else ["cosines", "sines"]:
+            noise = nn.init.xavier_normal_(
+                torch.empty(sizes), positive("gain", gain), generator=generator
+            )
+            if learned:
+                self.register_parameter(name, nn.Parameter(first + noise))
+            else:
+                self.register_buffer(name, first + noise, persistent=False)
+        self.of_sines = name
+
+    def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> Pair:
+        """[batch, heads, length, head_dim] each -> same."""
+        with without_autocast(q):
+            angle = self.indices(start, q.shape[-2])[:, None] * self.frequencies
+            cos = angle.cos() @ self.bounded("cosines")  # [heads, length, pairs that turn]
+            sin = angle.sin() @ self.bounded(self.of_sines)
+            rest = (0, self.pairs - cos.shape[-1])
+            cos, sin = F.pad(cos, rest, value=1.0), F.pad(sin, rest, value=1.0)
+            return rotate(q, cos, sin), rotate(k, cos, sin)
