@@ -386,3 +386,29 @@ def test_fope_draws_as_xavier_does_over_pairs_and_heads():
     assert torch.equal(same.cosines, position.cosines)
     with pytest.raises(UserError, match="seq_length: 6 and head_dim = 64 let no pair turn - give"):
         build("fope", Shape(8, 64, 512, 6))
+
+
+@pytest.mark.parametrize("variant", ["ld", "ap"])
+def test_comrope_on_one_axis_is_grape_m_after_a_change_of_basis(variant):
+    """Its matrix of a block is Q T Qᵀ with turns by λ in T, and Q is one for queries and keys."""
+    golden = load("comrope", variant)
+    theirs = golden.numbers["param.freqs"].double()[:, 0]  # [heads, blocks, size, size]
+    generator = theirs - theirs.mT
+    if "param.multiplier" in golden.numbers:
+        generator = generator * golden.numbers["param.multiplier"].double()[0, 0]
+    values, vectors = torch.linalg.eigh(1j * generator)
+    size = generator.shape[-1]
+    frequencies, turned = values[..., size // 2 :], vectors[..., size // 2 :] * 2**0.5
+    ours = build("grape_m", golden.shape(), by_head=True).double()
+    fill(ours, {"log_frequencies": 16 * frequencies.log()})
+
+    def in_basis(x: Tensor) -> Tensor:
+        blocks = x.unflatten(-1, (-1, size)).transpose(2, 3)  # [batch, heads, blocks, length, size]
+        halves = [blocks @ turned.imag, blocks @ turned.real]
+        return torch.cat([half.transpose(2, 3).flatten(3) for half in halves], dim=-1)
+
+    for length in golden.lengths:
+        q, k, x = (golden.inputs[f"{length}.{one}"].double() for one in ("q", "k", "x"))
+        wanted = golden.of_length(length)["scores"]
+        found = lower_triangle(scores_of(ours, in_basis(q), in_basis(k), x))
+        close(found[: len(wanted)], wanted, 2e-5)
