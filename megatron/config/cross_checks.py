@@ -28,7 +28,13 @@ from megatron.errors import UserError
 from megatron.files import place_of
 from megatron.positions import Shape, options_of
 from megatron.positions.base import check_heads
-from megatron.positions.layers import build_entry, entries_of, name_of_layers
+from megatron.positions.layers import (
+    ATTENTION,
+    attention_count,
+    build_entry,
+    entries_of,
+    name_of_layers,
+)
 from megatron.positions.outline import Outline
 from megatron.splits import PARTS, parse_split
 
@@ -77,6 +83,14 @@ def _model(model: Model) -> Faults:
         f"max_position_embeddings: {rows} is less than seq_length = {length};"
         f" set it to {length} or more",
     )
+    yield (
+        model.layers and ATTENTION not in model.layers,
+        "layers: no layer has attention, which the encoding is for; add attention to the pattern",
+    )
+    yield (
+        model.allow_neg_eigval and set(model.layers) <= {ATTENTION},
+        "allow_neg_eigval: belongs to gated_delta; set layers, or drop this",
+    )
 
 
 def _encoding(model: Model, position: Position, attention: Attention, parallel: Parallel) -> Faults:
@@ -85,15 +99,27 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
     other = "pos_emb" if position.pos_emb != default else "pos_emb_args"
     given = position.pos_emb != default or position.pos_emb_args
     yield position.pos_emb_layers and given, contradiction(other, "pos_emb_layers")
+    attending = attention_count(model)
     patterns = {
-        "pos_emb_layers": position.pos_emb_layers,
-        "window_layers": attention.window_layers,
+        "layers": (model.layers, model.num_layers),
+        "pos_emb_layers": (position.pos_emb_layers, attending),
+        "window_layers": (attention.window_layers, attending),
     }
-    for key, pattern in patterns.items():
+    for key, (pattern, layers) in patterns.items():
         yield (
-            len(pattern) > model.num_layers,
-            f"{key}: {len(pattern)} entries are more than num_layers = {model.num_layers};"
-            " leave entries out",
+            len(pattern) > layers,
+            f"{key}: {len(pattern)} entries are too many for {layers} layer(s); leave entries out",
+        )
+    conflicts = {
+        "reset_attention_mask: true": attention.reset_attention_mask,
+        "context_parallel_size": parallel.context_parallel_size > 1,
+        "model_parallel_size": parallel.model_parallel_size > 1,
+    }
+    for key, is_set in conflicts.items():
+        yield (
+            is_set and set(model.layers) > {ATTENTION},
+            "layers: a gated_delta layer carries a state through the whole text, which is not cut;"
+            f" drop {key}, or layers",
         )
     yield (
         attention.window_layers and attention.window is not None,

@@ -72,6 +72,11 @@ EncodingsOfLayers = Annotated[
     tuple[str | dict[str, Any], ...], BeforeValidator(as_list), Field(max_length=1000)
 ]
 Pair = Annotated[tuple[Positive, ...], BeforeValidator(as_tuple), Field(min_length=2, max_length=2)]
+KindsOfLayers = Annotated[
+    tuple[Literal["attention", "gated_delta"], ...],
+    BeforeValidator(as_list),
+    Field(max_length=1000),
+]
 WindowsOfLayers = Annotated[
     tuple[Length | Literal["train_length"] | None, ...],
     BeforeValidator(as_list),
@@ -168,6 +173,14 @@ class Model(Section):
     """Multiply what each head reads by the sigmoid of a projection of the layer's input (arXiv
     2505.06708): head: one number for a head; element: one for each of its features (Qwen3-Next).
     The gates are rows of the queries' projection, with its bias."""
+    layers: KindsOfLayers = ()
+    """Kinds of layers, a repeated pattern such as `[gated_delta, gated_delta, gated_delta,
+    attention]`: gated_delta is Gated DeltaNet (arXiv 2412.06464), which has no encoding and no
+    window; pos_emb_layers and window_layers then repeat over the layers with attention. Unset: all
+    have attention."""
+    allow_neg_eigval: bool = False
+    """Let a gated_delta layer turn its state around, which parity and permutations need: beta from
+    0 to 2 (arXiv 2411.12537)."""
     activation: Literal["gelu", "gelu_new", "relu", "silu", "swiglu"] = "gelu"
     """Activation of the MLP; gelu_new: GPT-2's approximation by tanh; swiglu: silu(gate) * up, with
     gate and up from one matrix (Llama)."""

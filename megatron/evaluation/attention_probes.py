@@ -29,7 +29,7 @@ def attention_by_distance(model: GPT, windows: Sequence[np.ndarray]) -> tuple[Te
     """Entropy and mass of attention, means over the last queries of all windows.
 
     windows: [length + 1] tokens each
-    -> entropy [layers, heads] in nats;
+    -> of the layers that have attention: entropy [layers, heads] in nats;
        mass [layers, bins], the probability by distance, a mean over heads; each layer sums to 1
     Raises UserError for a long window if the encoding needs the whole matrix of scores.
     """
@@ -89,7 +89,7 @@ def attention_by_distance(model: GPT, windows: Sequence[np.ndarray]) -> tuple[Te
 
     means = []
     for values in (entropies, masses):
-        by_window = torch.stack(values).view(len(windows), len(model.layers), -1)
+        by_window = torch.stack(values).view(len(windows), len(model.attention_layers), -1)
         means.append(by_window.double().mean(dim=0).cpu())
     return means[0], means[1]
 

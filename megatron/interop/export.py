@@ -162,8 +162,8 @@ def keys_of(config: Config, model: GPT) -> dict[str, Any]:
     attention = asdict(AttentionSettings.of(config.attention).of_one_document())
     entries = entries_of(config.position)
     encodings = []
-    for placed in model.placed:
-        entry = entries[placed.layers[0] % len(entries)]
+    for index in range(len(model.positions)):
+        entry = entries[model.position_of_layer.index(index) % len(entries)]
         encodings.append({entry.name: plain(options_of_entry(config, entry))})
     return {
         "architectures": [OWN],

@@ -8,7 +8,7 @@ from megatron.model.cache import Cache
 from megatron.model.gpt import GPT
 from megatron.model.settings import Architecture, AttentionSettings
 from megatron.positions import Position, Shape, options_of
-from megatron.positions.layers import Entry, build_entry, entries_of
+from megatron.positions.layers import Entry, attention_count, build_entry, entries_of
 
 if TYPE_CHECKING:  # a model is built without the packages that read a configuration
     from megatron.config import Config
@@ -62,7 +62,7 @@ def position_from_config(config: "Config") -> Position:
 
 
 def positions_from_config(config: "Config") -> tuple[list[Position], list[int]]:
-    """The model's encodings, and which of them each layer has.
+    """The model's encodings, and which of them each layer with attention has.
 
     Layers with equal entries share one, unless it is for one layer or pos_emb_shared is false.
     """
@@ -70,7 +70,7 @@ def positions_from_config(config: "Config") -> tuple[list[Position], list[int]]:
     positions: list[Position] = []
     of_layers: list[int] = []
     shared: dict[int, int] = {}  # the position of the first equal entry
-    for layer in range(config.model.num_layers):
+    for layer in range(attention_count(config.model)):
         entry = entries[layer % len(entries)]
         first_equal = entries.index(entry)
         index = shared.get(first_equal, len(positions))

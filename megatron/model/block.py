@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from megatron.attention import attention
 from megatron.model.cache import LayerCache
 from megatron.model.documents import Documents, by_document
+from megatron.model.gated_delta import GatedDelta
 from megatron.model.methods import Method, Text, attention_by_method, for_each_query_head
 from megatron.model.settings import Architecture
 from megatron.positions import Position
+from megatron.positions.layers import ATTENTION
 
 
 class Context(Protocol):
@@ -175,23 +177,28 @@ class MLP(nn.Module):
         return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(x)))
 
 
+LAYERS = {ATTENTION: SelfAttention, "gated_delta": GatedDelta}
+"""Kinds of layers, by the names that entries of `layers` may have."""
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); dropout acts on what is added.
 
     With parallel_residual both read the same x: x + attention(norm(x)) + mlp(norm(x)).
+    kind: one of LAYERS, which stands in the place of attention
     """
 
-    def __init__(self, model: Architecture) -> None:
+    def __init__(self, model: Architecture, kind: str = ATTENTION) -> None:
         super().__init__()
         self.dropout = model.hidden_dropout
         self.parallel_residual = model.parallel_residual
         self.input_layernorm = normalisation(model.hidden_size, model)
-        self.attention = SelfAttention(model)
+        self.attention = LAYERS[kind](model)
         self.post_attention_layernorm = normalisation(model.hidden_size, model)
         self.mlp = MLP(model)
 
-    def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
-        """x [batch, length, hidden] -> same."""
+    def forward(self, x: Tensor, inputs: AttentionInputs | LayerCache | None) -> Tensor:
+        """x [batch, length, hidden] -> same. inputs: what its kind reads beside x."""
         added = self.attention(self.input_layernorm(x), inputs)
         attended = x + F.dropout(added, self.dropout, self.training)
         read_by_mlp = x if self.parallel_residual else attended

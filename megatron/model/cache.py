@@ -43,14 +43,16 @@ class Growing:
 
     def select(self, texts: Tensor) -> None:
         """Keep some texts of the batch, by their indices [texts] int64."""
-        self._room = self.rows.index_select(0, texts)
+        if self.length:
+            self._room = self.rows.index_select(0, texts)
 
 
 @dataclass
 class LayerCache:
     """Earlier tokens of one layer.
 
-    memory: what its encoding keeps, by name; the first dimension is the batch
+    memory: what its encoding keeps, or a layer without keys, by name; the first dimension is the
+    batch
     """
 
     memory: dict[str, Tensor] = field(default_factory=dict)

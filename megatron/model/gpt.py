@@ -27,7 +27,8 @@ class GPT(nn.Module):
 
     model: sizes and first values; attention: how it is computed, which may change later;
     positions: the encoding, one for all layers or one for each, or those of layers that differ;
-    position_of_layer: which of them each layer has, where layers differ;
+    position_of_layer: which of them each layer has, where layers differ; as all that is said of
+    encodings and windows it is about the layers that have attention
     position_names: what they are called, where layers differ;
     vocab: rows of the embedding, padding included;
     end_of_document: the token that ends a document, for reset_attention_mask
@@ -57,16 +58,18 @@ class GPT(nn.Module):
         self.context: Context | None = None
         self.word_embeddings = nn.Embedding(vocab, hidden)
         self.layers = nn.ModuleList()
-        for _ in range(model.num_layers):
-            self.layers.append(Block(model))
+        for kind in model.kinds:
+            self.layers.append(Block(model, kind))
         self.norm = normalisation(hidden, model)
         self.final_linear = nn.Linear(hidden, vocab, bias=False) if model.no_weight_tying else None
         initialize(self, model)
+        self.attention_layers = model.attention_layers
         # After `initialize`: an encoding sets its own first values.
         self.positions = nn.ModuleList(positions)
         if position_of_layer is None:  # one for all layers, or one for each
             of_each = len(positions) > 1
-            position_of_layer = [layer if of_each else 0 for layer in range(model.num_layers)]
+            count = len(self.attention_layers)
+            position_of_layer = [layer if of_each else 0 for layer in range(count)]
         self.position_of_layer = list(position_of_layer)
         self.position_names = list(position_names)
         for position in self._positions:
@@ -167,8 +170,8 @@ class GPT(nn.Module):
         length: int,
         cache: Cache | None,
         documents: Documents | None,
-    ) -> list[AttentionInputs]:
-        """Inputs of each layer's attention beside x; tables are computed once per encoding.
+    ) -> list[AttentionInputs | LayerCache | None]:
+        """What each layer reads beside x; tables are computed once per encoding.
 
         start, count: the place of x's first token, and how many it has; length: of the whole text
         """
@@ -180,7 +183,8 @@ class GPT(nn.Module):
             scale = self.position.log_n_scale(start, count)
         tables: dict[Position, tuple[Tensor | None, Tensor | None]] = {}
         inputs: dict[tuple[Position, int | None], AttentionInputs] = {}
-        for position, window in dict.fromkeys(self._layers):
+        layers = self._layers
+        for position, window in dict.fromkeys(layers.values()):
             method = self._method_of(position, window)
             if position not in tables:
                 columns = length if method is None else method.table_length(length)
@@ -210,11 +214,14 @@ class GPT(nn.Module):
                 documents=documents,
                 context=self.context,
             )
-        of_layers = [inputs[layer] for layer in self._layers]
-        if cache is None:
-            return of_layers
-        with_cache = zip(of_layers, cache.layers, strict=True)
-        return [replace(of_layer, cache=kept) for of_layer, kept in with_cache]
+        of_layers: list[AttentionInputs | LayerCache | None] = []
+        for layer in range(len(self.layers)):
+            kept = None if cache is None else cache.layers[layer]
+            if layer in layers:
+                of_layers.append(replace(inputs[layers[layer]], cache=kept))
+            else:
+                of_layers.append(kept)
+        return of_layers
 
     def losses(self, x: Tensor, labels: Tensor) -> Tensor:
         """Cross entropy of each token in float32.
@@ -242,7 +249,7 @@ class GPT(nn.Module):
             if attention.reset_attention_mask:
                 position.check_documents(restart=attention.reset_position_ids)
         self.backend = attention.attention_backend
-        self.windows = attention.windows(len(self.layers), self.train_length)
+        self.windows = attention.windows(len(self.attention_layers), self.train_length)
         self.chunk = max(1, self.train_length // 2) if attention.blockwise else None
 
     def _method_of(self, position: Position, window: int | None) -> Method | None:
@@ -270,7 +277,7 @@ class GPT(nn.Module):
     def placed(self) -> list[Placed]:
         """Each encoding with the layers that have it, in the order of the first of these."""
         layers: dict[int, list[int]] = {}
-        for layer, index in enumerate(self.position_of_layer):
+        for layer, index in zip(self.attention_layers, self.position_of_layer, strict=True):
             layers.setdefault(index, []).append(layer)
         names = self.position_names or [""] * len(self.positions)
         triples = zip(self._positions, layers.values(), names, strict=True)
@@ -286,10 +293,10 @@ class GPT(nn.Module):
 
     @property
     def attention_choices(self) -> list[Choice]:
-        """That of each layer."""
+        """That of each layer with attention."""
         settings = self.attention
         choices = []
-        for position, window in self._layers:
+        for position, window in self._layers.values():
             method = self._method_of(position, window)
             if method is not None and method.two_versions:
                 choices.append(Choice("near_far"))
@@ -338,10 +345,11 @@ class GPT(nn.Module):
         return any(position.has(hook) for position in self._positions for hook in hooks)
 
     @property
-    def _layers(self) -> list[tuple[Position, int | None]]:
-        """The encoding and the window of each layer."""
-        layers = range(len(self.layers))
-        return [(self._positions[self.position_of_layer[one]], self.windows[one]) for one in layers]
+    def _layers(self) -> dict[int, tuple[Position, int | None]]:
+        """The encoding and the window of each layer that has them."""
+        positions = [self._positions[index] for index in self.position_of_layer]
+        pairs = zip(positions, self.windows, strict=True)
+        return dict(zip(self.attention_layers, pairs, strict=True))
 
     @property
     def _positions(self) -> Sequence[Position]:

@@ -7,12 +7,16 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from megatron.positions.layers import ATTENTION
+
 GATED = ("swiglu",)
 """Activations that read twice the width, the gate first."""
 ONLY_MEASURED = ("sinks", "clip_distance", "method")
 """Settings of attention that are chosen when trained weights are used."""
 GATED_MULTIPLE = 64
 """The MLP's default width is rounded up to a multiple of this where its activation has a gate."""
+CONVOLVED = 4
+"""Tokens that the convolution of a gated_delta layer sees, the own one included."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,8 @@ class Architecture:
     layernorm_epsilon: float = 1e-5
     qk_norm: bool = False
     attention_gate: Literal["head", "element"] | None = None
+    layers: tuple[str, ...] = ()
+    allow_neg_eigval: bool = False
     activation: str = "gelu"
     parallel_residual: bool = False
     use_bias_in_norms: bool = True
@@ -47,6 +53,17 @@ class Architecture:
     def of(cls, section: Any) -> "Architecture":
         """The same values from the configuration's section."""
         return cls(**{field.name: getattr(section, field.name) for field in fields(cls)})
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kind of each layer, by the pattern `layers`."""
+        pattern = self.layers or (ATTENTION,)
+        return [pattern[layer % len(pattern)] for layer in range(self.num_layers)]
+
+    @property
+    def attention_layers(self) -> list[int]:
+        """The layers that have attention. Patterns of encodings and windows repeat over them."""
+        return [layer for layer, kind in enumerate(self.kinds) if kind == ATTENTION]
 
     @property
     def features_of_head(self) -> int:
@@ -148,6 +165,7 @@ class AttentionSettings:
         return replace(self, reset_attention_mask=False, reset_position_ids=False)
 
 
+OWN_FIRST_VALUES = ("convolution.weight", "A_log", "dt_bias")
 RESIDUAL_OUTPUTS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
 
 
@@ -171,12 +189,14 @@ def initialize(module: nn.Module, model: Architecture) -> None:
     """Matrices ~ N(0, std²), biases 0, norms 1 and 0.
 
     init_method gives std, and output_layer_init_method that of the matrices that write to the
-    residual stream.
+    residual stream. Names of OWN_FIRST_VALUES stay as their modules were built.
     """
     std = standard_deviation(model.init_method, model)
     std_of_outputs = standard_deviation(model.output_layer_init_method, model)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
+            if name.endswith(OWN_FIRST_VALUES):
+                continue
             if parameter.dim() >= 2:
                 parameter.normal_(0.0, std_of_outputs if name.endswith(RESIDUAL_OUTPUTS) else std)
             elif name.endswith("norm.weight"):

@@ -1,6 +1,7 @@
 """Numbers and operations of a configured model, counted without building it.
 
-Operations are counted as in PaLM (arXiv 2204.02311, appendix B).
+Operations are counted as in PaLM (arXiv 2204.02311, appendix B); those of a gated_delta layer's
+state as if token came after token.
 A product of an [m, k] and a [k, n] matrix is 2 m k n operations: a multiplication and an addition
 for each term. Norms, softmax, activations, the encoding and recomputation do not count.
 PaLM lets every token attend to the whole window; a causal token attends to half of it.
@@ -13,26 +14,33 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from megatron.model import position_of_entry
-from megatron.model.settings import Architecture
-from megatron.positions.layers import entries_of
+from megatron.model.settings import CONVOLVED, Architecture
+from megatron.positions.layers import attention_count, entries_of
 from megatron.positions.outline import Outline
 
 if TYPE_CHECKING:  # as in megatron.model
     from megatron.config import Config
 
 BACKWARD = 3  # a training step in forward passes: gradients of inputs and of weights cost one each
+PER_STATE = 6  # operations of a number of the state: a key's value, the update, the query's value
 PER_PAIR = 4  # operations of a query, a key and a feature: the score and the weighted sum, 2 each
 
 
 def matrix_weights(model: Architecture, vocab: int) -> int:
     """Numbers in the matrices that multiply every token.
 
-    Each layer of the papers' GPT has 4 hidden² in attention and 8 hidden² in its feed-forward part;
+    Each layer of the papers' GPT has 4 hidden² in attention and 8 hidden² in its feed-forward part,
+    a gated_delta layer 5 hidden² in the place of attention, and its gates and convolution;
     the output matrix has vocab * hidden. The rows looked up in the input embedding do not multiply.
     """
-    attention = model.projected_width + model.attention_width
+    width, attending = model.attention_width, attention_count(model)
+    attention = model.projected_width + width
+    recurrent = 5 * width + 2 * model.num_attention_heads
     feed_forward = model.widened + model.mlp_width
-    return model.hidden_size * (model.num_layers * (attention + feed_forward) + vocab)
+    of_layers = attending * attention + model.num_layers * feed_forward
+    others = model.num_layers - attending
+    convolutions = others * 3 * width * CONVOLVED
+    return model.hidden_size * (of_layers + others * recurrent + vocab) + convolutions
 
 
 def palm_weights(model: Architecture, vocab: int) -> int:
@@ -41,24 +49,29 @@ def palm_weights(model: Architecture, vocab: int) -> int:
     PaLM's two embeddings are one matrix, which its N counts once.
     """
     hidden = model.hidden_size
-    biases = 0
-    if model.use_bias_in_attn_linear:
-        biases += model.projected_width
-    if model.bias_in_attn_output:
-        biases += hidden
-    if model.use_bias_in_mlp:
-        biases += model.widened + hidden
-    normed_in_layer = 2 * hidden
-    if model.qk_norm:
-        normed_in_layer += 2 * model.features_of_head
     of_feature = 2 if model.norm_has_bias else 1
-    norms = of_feature * (model.num_layers * normed_in_layer + hidden)
-    return matrix_weights(model, vocab) + model.num_layers * biases + norms
+    attention = 0
+    if model.use_bias_in_attn_linear:
+        attention += model.projected_width
+    if model.bias_in_attn_output:
+        attention += hidden
+    if model.qk_norm:
+        attention += of_feature * 2 * model.features_of_head
+    recurrent = 2 * model.num_attention_heads + model.features_of_head
+    of_layer = of_feature * 2 * hidden
+    if model.use_bias_in_mlp:
+        of_layer += model.widened + hidden
+    attending = attention_count(model)
+    small = attending * attention + (model.num_layers - attending) * recurrent
+    small += model.num_layers * of_layer + of_feature * hidden
+    return matrix_weights(model, vocab) + small
 
 
 def attention_flops(model: Architecture, keys: float) -> float:
-    """Operations of one token's scores and weighted sums in all layers, forward."""
-    return PER_PAIR * model.num_layers * model.attention_width * keys
+    """Operations of one token's scores and weighted sums, or states, in all layers, forward."""
+    attending = attention_count(model)
+    of_states = PER_STATE * (model.num_layers - attending) * model.features_of_head
+    return model.attention_width * (PER_PAIR * attending * keys + of_states)
 
 
 def forward_flops(model: Architecture, vocab: int, keys: float) -> float:
@@ -87,11 +100,12 @@ def parameters(config: "Config", vocab: int) -> Parameters:
     entries = entries_of(config.position)
     of_positions = 0
     with torch.random.fork_rng(devices=[]), Outline():
-        for index, entry in enumerate(entries[: model.num_layers]):
+        attending = attention_count(model)
+        for index, entry in enumerate(entries[:attending]):
             position = position_of_entry(config, entry)
             numbers = sum(parameter.numel() for parameter in position.parameters())
             if position.per_layer or not config.position.pos_emb_shared:
-                numbers *= len(range(index, model.num_layers, len(entries)))
+                numbers *= len(range(index, attending, len(entries)))
             elif entry in entries[:index]:
                 numbers = 0  # its layers share the first equal encoding
             of_positions += numbers

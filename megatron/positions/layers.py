@@ -8,6 +8,7 @@ from megatron.errors import UserError
 from megatron.positions.base import Position, Shape
 from megatron.positions.registry import ALIASES, build, encoding_called, named
 
+ATTENTION = "attention"  # the kind of layer that has an encoding and a window
 SHOWN = 6  # layers that a label names
 
 
@@ -37,6 +38,13 @@ class Placed(NamedTuple):
         more = ", …" if len(self.layers) > SHOWN else ""
         layers = f"layer{'s' if len(self.layers) > 1 else ''} {shown}{more}"
         return f"{layers} ({self.name})" if self.name else layers
+
+
+def attention_count(section: Any) -> int:
+    """How many layers have attention, by `layers`; section: `model` of the configuration."""
+    kinds = [kind == ATTENTION for kind in section.layers or (ATTENTION,)]
+    rounds, rest = divmod(section.num_layers, len(kinds))
+    return rounds * sum(kinds) + sum(kinds[:rest])
 
 
 def entries_of(section: Any) -> list[Entry]:

@@ -5,7 +5,8 @@ Per device, for P learned numbers, N ranks and e bytes of a number (4 in fp32, e
     state         P without what other ranks of model_parallel_size have;
                   weights e P, gradients e P, Adam's averages 8 P, in bf16 and fp16 float32 masters
                   4 P; ZeRO 1 divides Adam and masters by N, 2 also gradients, 3 also weights
-    activations   e tokens (layers * one + 4 hidden), one = 17 hidden for the papers' GPT; with
+    activations   e tokens (layers * one + 4 hidden), one = 17 hidden for the papers' GPT, and 28
+                  more (measured) where layers says gated_delta; with
                   checkpoint_activations e tokens (layers * hidden + one + 4 hidden)
                   tokens: of a window, those of one rank of context_parallel_size; all_gather keeps
                   keys and values of the others, 2 hidden in each layer, too
@@ -27,6 +28,7 @@ from megatron.model import Architecture
 from megatron.model.head import tokens_at_once
 from megatron.model.size import Parameters, parameters
 from megatron.parallel.machine import device_memory, in_bytes
+from megatron.positions.layers import attention_count
 
 ADAM = 8  # bytes of a number: two float32 averages
 FLOAT32 = 4
@@ -74,9 +76,12 @@ def needs(config: Config, vocab: int, ranks: int, device: torch.device) -> Train
     of_heads = 4 * model.attention_width
     of_mlp = (4 if model.widened > model.mlp_width else 2) * model.mlp_width
     of_layer = 5 * model.hidden_size + (of_heads + of_mlp) // shares
+    recurrent = model.num_layers - attention_count(model)
     of_layers = model.num_layers * of_layer
     if config.training.checkpoint_activations:
         of_layers = model.num_layers * model.hidden_size + of_layer
+        recurrent = min(recurrent, 1)
+    of_layers += recurrent * 28 * model.attention_width
     parallel = config.parallel
     whole_text = config.training.train_micro_batch_size_per_gpu * config.model.seq_length
     tokens = whole_text // parallel.context_parallel_size

@@ -88,6 +88,7 @@ def test_every_encoding_is_the_same_model_in_transformers(name, tmp_path):
         ["pos_emb_layers=[kerple_log, {rotary: {base: 500}}]", "window_layers=[20, null]"],
         ["pos_emb=learned", "pos_emb_shared=false", "activation=gelu_new"],
         ["pos_emb=rotary", "num_key_value_heads=2", "attention_gate=head"],
+        ["num_layers=3", "layers=[gated_delta, attention]", "pos_emb=fox"],
     ],
     ids=str,
 )

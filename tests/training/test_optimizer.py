@@ -50,6 +50,7 @@ def test_wsd_stays_at_its_peak_and_decays_by_the_shapes_of_megatron_lm():
 
 MATRICES = {
     "query_key_value.weight",
+    "query_key_value_gate.weight",
     "dense.weight",
     "dense_h_to_4h.weight",
     "dense_4h_to_h.weight",
@@ -58,7 +59,13 @@ MATRICES = {
 
 def test_muon_takes_the_steps_of_torch_for_the_layers_matrices_and_adam_those_of_the_rest(grid):
     words = ["pos_emb=mep_param", "optimizer.type=Muon", "optimizer.params.momentum=0.9"]
-    words += ["lr_decay_style=constant", "warmup=0", "weight_decay=0.1", "gradient_clipping=0"]
+    words += [
+        "layers=[gated_delta, attention]",
+        "lr_decay_style=constant",
+        "warmup=0",
+        "weight_decay=0.1",
+        "gradient_clipping=0",
+    ]
     run = trainer(grid, *words)
     plain = from_config(run.config, VOCAB)
     plain.load_state_dict(run.model.state_dict())
@@ -66,6 +73,7 @@ def test_muon_takes_the_steps_of_torch_for_the_layers_matrices_and_adam_those_of
     by_kind: dict[str, list[torch.Tensor]] = {"matrices": [], "tables": [], "rest": []}
     for name, parameter in plain.named_parameters():
         is_table = name in ("word_embeddings.weight", "final_linear.weight")
+        is_table = is_table or name.endswith(("beta_decay.weight", "convolution.weight"))
         is_matrix = ".".join(name.split(".")[-2:]) in MATRICES
         kind = "tables" if is_table else "matrices" if is_matrix else "rest"
         by_kind[kind].append(parameter)

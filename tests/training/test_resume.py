@@ -34,10 +34,19 @@ DOCUMENTS = ["reset_attention_mask=true", "reset_position_ids=true", "eod_mask_l
         ["zero_optimization.stage=3", *LLAMA],
         ["precision=bf16", "zero_optimization.stage=3"],
         ["checkpoint_activations=true", *DOCUMENTS],
-        ["optimizer.type=Muon"],
+        ["optimizer.type=Muon", "layers=[gated_delta, attention]"],
         ["seq_length_schedule=[[16, 3], [32, 6]]"],
     ],
-    ids=["fp32", "bf16", "zero2", "zero3-llama", "bf16-zero3", "documents", "muon", "lengths"],
+    ids=[
+        "fp32",
+        "bf16",
+        "zero2",
+        "zero3-llama",
+        "bf16-zero3",
+        "documents",
+        "muon-hybrid",
+        "lengths",
+    ],
 )
 def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_last_bit(grid, corpus, tmp_path, how):
     """Each way has dropout and a learned encoding, validations and lines between checkpoints."""

@@ -1,0 +1,91 @@
+"""Gated DeltaNet: a layer that reads earlier tokens through a state of fixed size."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.model.cache import LayerCache
+from megatron.model.settings import CONVOLVED, Architecture
+from megatron.positions.precision import at_least_float32, without_autocast
+
+CHUNK = 64  # tokens that are computed at once
+
+
+class GatedDelta(nn.Module):
+    """S_t = decay_t S_(t-1) (I - beta_t k_t k_tᵀ) + beta_t v_t k_tᵀ, read as S_t q_t.
+
+    Gated DeltaNet (arXiv 2412.06464). For each head decay = exp(-A softplus(w·x + dt_bias)) and
+    beta = sigmoid(u·x), or twice that with allow_neg_eigval (arXiv 2411.12537). q, k and v pass a
+    causal convolution and silu, q and k get the norm 1, and what is read passes a norm and a gate,
+    as in transformers' Qwen3-Next. First values of A, dt_bias and the convolution are those of
+    flash-linear-attention.
+
+    Projections are ordered as in Qwen3-Next: [heads, (q, k, v, gate), head_dim], and
+    [heads, (beta, decay)]. The channels of the convolution follow them.
+    """
+
+    def __init__(self, model: Architecture) -> None:
+        super().__init__()
+        hidden, width, heads = model.hidden_size, model.attention_width, model.num_attention_heads
+        self.largest_beta = 2.0 if model.allow_neg_eigval else 1.0
+        self.query_key_value_gate = nn.Linear(hidden, 4 * width, bias=False)
+        self.beta_decay = nn.Linear(hidden, 2 * heads, bias=False)
+        self.convolution = nn.Conv1d(3 * width, 3 * width, CONVOLVED, groups=3 * width, bias=False)
+        self.A_log = nn.Parameter(torch.empty(heads).uniform_(0.01, 16).log())
+        log_step = torch.empty(heads).uniform_(math.log(0.001), math.log(0.1))
+        self.dt_bias = nn.Parameter(log_step.exp().expm1().log())  # softplus gives the step
+        self.norm = nn.RMSNorm(model.features_of_head, eps=model.layernorm_epsilon)
+        self.dense = nn.Linear(width, hidden, bias=False)
+
+    def forward(self, x: Tensor, cache: LayerCache | None) -> Tensor:
+        """x [batch, length, hidden] -> same."""
+        memory = {} if cache is None else cache.memory
+        fused = self.query_key_value_gate(x).unflatten(2, (len(self.A_log), 4, -1))
+        qkv = fused[:, :, :, :3].flatten(2).mT  # [batch, channels, length]
+        nothing = torch.zeros_like(qkv[:, :, :1]).expand(-1, -1, CONVOLVED - 1)
+        qkv = torch.cat([memory.get("convolved", nothing), qkv], dim=2)
+        memory["convolved"] = qkv[:, :, 1 - CONVOLVED :].clone()
+        qkv = F.silu(self.convolution(qkv)).unflatten(1, (len(self.A_log), 3, -1)).mT
+
+        with without_autocast(x):
+            q, k, v = at_least_float32(qkv).unbind(2)  # [batch, heads, length, head_dim]
+            beta_decay = at_least_float32(self.beta_decay(x)).unflatten(2, (-1, 2)).transpose(1, 2)
+            beta, step = beta_decay.split(1, dim=3)  # [batch, heads, length, 1]
+            beta = self.largest_beta * beta.sigmoid()
+            A_log, dt_bias = self.A_log[:, None, None], self.dt_bias[:, None, None]
+            log_decay = -at_least_float32(A_log).exp() * F.softplus(step + dt_bias)
+            state = memory.get("state", torch.zeros_like(k[:, :, :1].mT @ v[:, :, :1]))
+            out, memory["state"] = gated_delta_rule(q, k, v, beta, log_decay, state)
+        out = self.norm(out.to(x.dtype).transpose(1, 2)) * F.silu(fused[:, :, :, 3])
+        return self.dense(out.flatten(2))
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What each token reads, S_t q_t / sqrt(head_dim), and the state Sᵀ after the last one.
+
+    q, k, v [batch, heads, length, head_dim], beta, log_decay [batch, heads, length, 1],
+    state [batch, heads, head_dim, head_dim] -> as v, as state
+
+    A chunk is solved at once: token i adds k_i u_iᵀ to Sᵀ, and (I + A) u = b is triangular.
+    """
+    features = k.shape[3]
+    # The root mean square becomes 1 / features: the norm 1, and for q the 1 / sqrt(features).
+    q = F.rms_norm(q, [features], eps=1e-6 / features) / features
+    k = F.rms_norm(k, [features], eps=1e-6 / features) / math.sqrt(features)
+    outputs = []
+    chunks = [part.split(CHUNK, dim=2) for part in (q, k, v, beta, log_decay)]
+    for q, k, v, beta, log_decay in zip(*chunks, strict=True):
+        # Sums since the chunk began; cumsum is not deterministic on CUDA.
+        total = k.new_ones(k.shape[2], k.shape[2]).tril() @ log_decay
+        decay = total.exp()
+        kept = (total - total.mT).clamp(max=0).exp().tril()  # of key j until query i
+        a = beta * kept * (k @ k.mT)
+        b = beta * (v - decay * (k @ state))
+        u = torch.linalg.solve_triangular(a, b, upper=False, unitriangular=True)
+        outputs.append(decay * (q @ state) + (kept * (q @ k.mT)) @ u)
+        state = decay[:, :, -1:] * state + (kept[:, :, -1:].mT * k).mT @ u
+    return torch.cat(outputs, dim=2), state

@@ -1,0 +1,143 @@
+"""Gated DeltaNet against the paper's recurrence and transformers' layer, and hybrids of layers."""
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.config import load
+from megatron.evaluation.attention_probes import attention_by_distance
+from megatron.model import GPT, Architecture, Cache, from_config
+from megatron.model.gated_delta import GatedDelta, gated_delta_rule
+from megatron.model.settings import initialize
+from megatron.model.size import PER_STATE, attention_flops, parameters
+from tests.model.test_cache import in_pieces
+
+SIZES = ["num_layers=6", "hidden_size=32", "num_attention_heads=4", "seq_length=48"]
+HYBRID = [*SIZES, "layers=[gated_delta, attention, gated_delta]", "init_method_std=0.15"]
+MODEL = Architecture(hidden_size=32, num_layers=2, num_attention_heads=4, seq_length=48)
+
+
+def model(*settings: str) -> GPT:
+    return from_config(load([], [*HYBRID, *settings]), vocab=50).eval()
+
+
+@pytest.mark.parametrize("largest_beta", [1.0, 2.0])
+def test_chunks_have_the_numbers_and_gradients_of_the_papers_recurrence(largest_beta):
+    """S_t = a_t S_(t-1) (I - b_t k_t k_tᵀ) + b_t v_t k_tᵀ, in float64, also in two pieces."""
+    inputs = [torch.randn(2, 3, 141, 8, dtype=torch.float64) for _ in range(3)]
+    inputs.append(largest_beta * torch.rand(2, 3, 141, 1, dtype=torch.float64))
+    inputs.append(-0.3 * torch.rand(2, 3, 141, 1, dtype=torch.float64))
+    inputs = [one.requires_grad_() for one in inputs]
+    q, k, v, beta, log_decay = inputs
+    unit_q, unit_k = (one / (one.square().sum(-1, keepdim=True) + 1e-6).sqrt() for one in (q, k))
+    state, expected = torch.zeros(2, 3, 8, 8, dtype=torch.float64), []
+    for t in range(141):
+        key, value, b = unit_k[:, :, t, :, None], v[:, :, t, :, None], beta[:, :, t, :, None]
+        kept = torch.eye(8, dtype=torch.float64) - b * key @ key.mT
+        state = log_decay[:, :, t, :, None].exp() * state @ kept + b * value @ key.mT
+        expected.append((state @ unit_q[:, :, t, :, None])[..., 0] / 8**0.5)
+    expected = torch.stack(expected, dim=2)
+
+    found, last = gated_delta_rule(*inputs, torch.zeros_like(state))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(last.mT, state, rtol=0, atol=1e-12)
+    first, middle = gated_delta_rule(*(one[:, :, :70] for one in inputs), torch.zeros_like(state))
+    second, _ = gated_delta_rule(*(one[:, :, 70:] for one in inputs), middle)
+    torch.testing.assert_close(torch.cat([first, second], dim=2), expected, rtol=0, atol=1e-12)
+    weight = torch.randn_like(expected)
+    mine = torch.autograd.grad((found * weight).sum(), inputs)
+    paper = torch.autograd.grad((expected * weight).sum(), inputs)
+    torch.testing.assert_close(mine, paper, rtol=0, atol=1e-10)
+
+
+@torch.no_grad()
+def test_a_layer_is_that_of_transformers_qwen3_next():
+    from transformers.models.qwen3_next import configuration_qwen3_next, modeling_qwen3_next
+
+    theirs = modeling_qwen3_next.Qwen3NextGatedDeltaNet(
+        configuration_qwen3_next.Qwen3NextConfig(
+            hidden_size=32,
+            num_hidden_layers=1,
+            layer_types=["linear_attention"],
+            linear_num_key_heads=4,
+            linear_num_value_heads=4,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            rms_norm_eps=MODEL.layernorm_epsilon,
+        ),
+        layer_idx=0,
+    )
+    ours = GatedDelta(MODEL)
+    ours.norm.weight.uniform_(0.5, 2)
+    names = {"query_key_value_gate": "in_proj_qkvz", "beta_decay": "in_proj_ba"}
+    names |= {"dense": "out_proj", "convolution": "conv1d"}
+    weights = {}
+    for name, weight in ours.state_dict().items():
+        module, _, rest = name.partition(".")
+        weights[f"{names.get(module, module)}.{rest}".rstrip(".")] = weight
+    by_head = weights["conv1d.weight"].unflatten(0, (4, 3, 8))
+    weights["conv1d.weight"] = by_head.transpose(0, 1).flatten(0, 2)
+    theirs.load_state_dict(weights)
+    x = torch.randn(2, 141, 32)
+    torch.testing.assert_close(ours(x, None), theirs(x), rtol=0, atol=2e-6)
+
+
+def test_first_values_are_those_of_flash_linear_attention():
+    """A in (0, 16), steps from 0.001 to 0.1, and torch's own first values of a convolution."""
+    layer = torch.nn.ModuleList([GatedDelta(MODEL)])
+    initialize(layer, MODEL)
+    of = dict(layer.named_parameters())
+    steps = torch.nn.functional.softplus(of["0.dt_bias"])
+    assert 0.001 <= steps.min() <= steps.max() <= 0.1001
+    assert 0.0099 <= of["0.A_log"].exp().min() <= of["0.A_log"].exp().max() <= 16
+    assert of["0.convolution.weight"].std().item() == pytest.approx(0.5 / 3**0.5, rel=0.1)
+    assert of["0.query_key_value_gate.weight"].std().item() == pytest.approx(0.02, rel=0.1)
+    assert torch.equal(of["0.norm.weight"], torch.ones(8))
+
+
+@torch.no_grad()
+def test_decoding_in_pieces_is_the_whole_pass_also_of_chosen_texts():
+    ids = torch.randint(50, (3, 141))
+    for settings in (["pos_emb=kerple_log"], ["pos_emb=fox", "allow_neg_eigval=true"]):
+        gpt = model(*settings)
+        expected = gpt(ids)
+        found = in_pieces(gpt, ids, [1, 5, 64, 1, 1, 5, 64])
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+        cache, chosen = Cache(), torch.tensor([2, 0])
+        gpt(ids[:, :90], cache=cache)
+        cache.select(chosen)
+        rest = gpt(ids[chosen, 90:], cache=cache)
+        torch.testing.assert_close(rest, expected[chosen, 90:], rtol=0, atol=1e-4)
+
+
+def test_patterns_of_encodings_and_windows_repeat_over_the_layers_with_attention():
+    gpt = model("pos_emb_layers=[kerple_log, fox]", "window_layers=[9, null]")
+    assert [one.label for one in gpt.placed] == ["layer 1 (kerple_log)", "layer 4 (fox)"]
+    assert gpt.windows == [9, None]
+    assert {name.split(".")[0] for name in gpt.learned()} == {"layer1", "layer4"}
+    gpt(torch.randint(50, (1, 40))).square().mean().backward()
+    assert all(one.grad is not None for one in gpt.parameters())
+
+
+def test_a_pattern_of_attention_alone_is_the_model_without_it():
+    plain = from_config(load([], SIZES), vocab=50).state_dict()
+    named = from_config(load([], [*SIZES, "layers=[attention]"]), vocab=50).state_dict()
+    assert plain.keys() == named.keys()
+    assert all(torch.equal(plain[name], named[name]) for name in plain)
+
+
+def test_numbers_and_operations_of_a_hybrid_are_counted():
+    for words in ([], ["pos_emb_shared=false", "pos_emb=kerple_log"], ["qk_norm=true"]):
+        gpt = model(*words)
+        counted = parameters(load([], [*HYBRID, *words]), 50)
+        assert counted.whole == sum(one.numel() for one in gpt.parameters())
+        assert counted.positions == sum(one.numel() for one in gpt.positions.parameters())
+    # Two layers have attention, and four a state of 8 x 8 in each of 4 heads.
+    found = attention_flops(Architecture.of(load([], HYBRID).model), keys=100)
+    assert found == 4 * 2 * 32 * 100 + PER_STATE * 4 * (4 * 8 * 8)
+
+
+def test_attention_is_probed_in_the_layers_that_have_it():
+    entropy, mass = attention_by_distance(model(), [np.arange(41) % 50] * 2)
+    assert entropy.shape == (2, 4)
+    torch.testing.assert_close(mass.sum(dim=1), torch.ones(2).double())
