@@ -49,14 +49,12 @@ def gradients(
     if inputs.score_bias is not None:
         all_w = inputs.score_bias.w.transpose(0, 1)
         dw = torch.zeros_like(all_w)
-        rank = all_w.shape[-1]
-        features = torch.ones_like(wide_q[..., :1]).expand(-1, -1, -1, rank)
         if inputs.score_bias.u is not None:
             all_u = inputs.score_bias.u.transpose(0, 1)
             du = torch.zeros_like(all_u, dtype=torch.float32)
-            features = all_u.to(wide).flip(2)
-        if weight is None:  # more features of q and k, with room for w
-            wide_q, wide_k = torch.cat([wide_q, features], dim=-1), F.pad(wide_k, (0, rank))
+        if weight is None:  # more features of q and k, with room for u and w
+            room = (0, inputs.score_bias.features)
+            wide_q, wide_k = F.pad(wide_q, room, value=1.0), F.pad(wide_k, room)
 
     most = TILE_SCORES // batch if inputs.on_cpu else None
     for block in scope.blocks(BACKWARD_BLOCK):
@@ -70,10 +68,12 @@ def gradients(
                 u = None if u is None else u.flip(2)
 
             # q·k / √head_dim, with a bias by content unless that would be multiplied by a weight.
-            tile_k = wide_k[of_columns]
+            tile_q, tile_k = wide_q[of_rows], wide_k[of_columns]
             if w is not None and weight is None:
                 tile_k[..., -w.shape[-1] :] = w
-            products = wide_q[of_rows] @ tile_k.mT  # [heads, batch, rows, columns]
+                if u is not None:
+                    tile_q[..., -u.shape[-1] :] = u
+            products = tile_q @ tile_k.mT  # [heads, batch, rows, columns]
             scores = products
             if weight is not None:
                 scores = products * part.view(weight[group])[:, None]
@@ -100,14 +100,19 @@ def gradients(
             if w is not None and dw is not None:
                 # For ones too as a product: the sum is faster.
                 left = dscores.new_ones(1, part.rows) if u is None else u.mT
-                dw[group, :, part.keys] += (left @ dscores).mT
+                of_keys = (left @ dscores).mT.to(dw.dtype)
+                rank = dw.shape[-1]
+                if all_u is not None and of_keys.shape[-1] > rank:  # products of the last query
+                    of_last = of_keys[..., rank:] * all_u[group, :, part.end - 1, None]
+                    of_keys = of_keys[..., :rank] + of_last
+                dw[group, :, part.keys] += of_keys
             if u is not None and w is not None and du is not None:
                 # A row's dscores sum to 0 but for rounding, which a large w would multiply. So
                 # what counts is w less that of the query's own key.
                 of_own_key = w[:, :, -part.rows :].flip(2)
                 rounding = dscores @ torch.ones_like(w[..., :1])
                 of_queries = dscores @ w - rounding * of_own_key
-                du[group, :, part.queries] = of_queries.flip(2)
+                du[group, :, part.queries] = of_queries[..., : du.shape[-1]].flip(2)
             if dweight is not None:
                 weighted = torch.empty_like(padded)
                 torch.mul(dscores, products, out=weighted[..., : part.columns])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 BlockOfScores = Callable[[Sequence[Tensor], int, int], tuple[Tensor, Tensor, Tensor]]
@@ -38,6 +39,12 @@ class ScoreBias:
             u = None if u is None else u[..., None]
         return cls(u, w)
 
+    @property
+    def features(self) -> int:
+        """How many factors `relative` gives."""
+        rank = self.w.shape[3]
+        return rank if self.u is None or rank == 1 else rank + 1
+
     def of_queries(self, start: int, end: int) -> "ScoreBias":
         """That of the queries start … end - 1 of a whole text, and the keys up to the last."""
         u = None if self.u is None else self.u[:, :, start:end]
@@ -62,11 +69,23 @@ class ScoreBias:
     def relative(
         self, rows: slice, keys: slice, dtype: torch.dtype
     ) -> tuple[Tensor | None, Tensor]:
-        """u of these queries, and w of these keys less that of the last: both in `dtype`."""
+        """u of these queries, and w of these keys less that of the last: both in `dtype`.
+
+        With a rank above one, also u less that of the last query, and one factor more: 1 for each
+        query, and for each key its product with the last query. So products that cancel, such as
+        those of positions, are never large.
+        """
         w = self.w[:, :, keys]
-        near = (w - w[:, :, -1:].detach()).to(dtype)
-        u = None if self.u is None else self.u[:, :, rows].to(dtype)
-        return u, near
+        near = w - w[:, :, -1:].detach()
+        if self.u is None:
+            return None, near.to(dtype)
+        u = self.u[:, :, rows]
+        if self.features > u.shape[3]:
+            last = u[:, :, -1:].detach()
+            of_last = (last * near).sum(-1, keepdim=True)
+            near = torch.cat([near, of_last], dim=-1)
+            u = F.pad(u - last, (0, 1), value=1.0)
+        return u.to(dtype), near.to(dtype)
 
 
 def product(u: Tensor | None, w: Tensor) -> Tensor:

@@ -221,14 +221,17 @@ class Inputs:
         """
         if self.score_bias is None:
             return most
-        u, w = self.score_bias.u, self.score_bias.w[:, :, self.scope.before :]
         rows = most
         while rows > LEAST_ROWS:
-            # By how much u·w differs, at most, between the own keys of a block.
-            blocks = w.split(rows, dim=2)
-            spread = max(float((of_block.amax(2) - of_block.amin(2)).max()) for of_block in blocks)
-            if u is not None:
-                spread *= float(u.abs().max())
+            # The largest product, at most, of the queries of a block and their own keys.
+            spread = 0.0
+            for block in Scope(self.scope.queries, self.scope.keys, None, None).blocks(rows):
+                own_keys = slice(block.end_key - block.rows, block.end_key)
+                u, w = self.score_bias.relative(block.queries, own_keys, self.score_bias.w.dtype)
+                largest = w.abs().amax(2)
+                if u is not None:
+                    largest = largest * u.abs().amax(2)
+                spread = max(spread, float(largest.sum(-1).max()))
             if spread <= EXACT_SPREAD:
                 break
             rows //= 2

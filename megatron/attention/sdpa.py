@@ -197,7 +197,7 @@ def attend_by_content(inputs: Inputs, score_bias: ScoreBias, firsts: FirstKeys |
     wide = torch.promote_types(inputs.q.dtype, torch.float32)
     k = inputs.k
     if score_bias.u is not None:
-        k = F.pad(k, (0, score_bias.u.shape[-1]))
+        k = F.pad(k, (0, score_bias.features))
     v = F.pad(inputs.v, (0, k.shape[-1] - features)).contiguous()
     k = k.contiguous()
     out = inputs.v.new_empty(batch, heads, queries, features)

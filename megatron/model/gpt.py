@@ -310,7 +310,7 @@ class GPT(nn.Module):
                 index_bias=has("index_bias"),
                 on_scores=has("on_scores"),
                 block_scores=has("block_scores"),
-                content_rank=int(has("score_bias")),
+                content_rank=position.score_rank if has("score_bias") else 0,
                 narrow_values=position.score_width != 1,
             )
             choices.append(choose(self.backend, needs))

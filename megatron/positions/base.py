@@ -63,6 +63,7 @@ class Position(Float32Module):
     rotates: on_queries_keys makes q·k depend on the distance, and on_queries_keys_at can be asked
     stretches: on_queries_keys_at knows `stretch`, and use_scaling other options than none
     draws: numbers per head that KERPLE's constructor draws from U(0, high); they are options too
+    score_rank: rank of score_bias, the last dimension of u and w
     sums_over_tokens: score_bias gives as w a sum over the tokens up to each key, so that parts of a
         text can be summed apart (`running_sum`)
     heads_alike: on_queries_keys does the same to every head, so that it can be given some of them
@@ -85,6 +86,7 @@ class Position(Float32Module):
     score_width: int = 1
     rotates: bool = False
     stretches: bool = False
+    score_rank: int = 1
     sums_over_tokens: bool = False
     heads_alike: bool = False
     draws_positions: bool = True

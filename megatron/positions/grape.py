@@ -1,4 +1,7 @@
-"""GRAPE-M: rotations whose frequencies, or whose steps, are learned (arXiv 2512.07805)."""
+"""GRAPE: rotations and penalties on distance, learned or by content (arXiv 2512.07805).
+
+The formulas are those of the released code, model-architectures/GRAPE.
+"""
 
 import math
 from typing import Any
@@ -7,12 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.positions.base import Memory, Pair, Shape, Turning
+from megatron.positions.alibi import slopes
+from megatron.positions.base import Memory, Pair, Position, Shape, Turning
 from megatron.positions.frequencies import inverse_frequencies
 from megatron.positions.precision import at_least_float32, without_autocast
-from megatron.positions.registry import positive, register, switch
+from megatron.positions.registry import chosen, positive, register, switch, whole
 from megatron.positions.rotary import even, rotate
 
+NORM_EPSILON = 1e-6  # of the released code
 SCALE = 16.0  # of the released code: what it learns is divided by this, so that it moves slowly
 START = -math.log(1000.0 - 1)  # of b; divided by SCALE, so that the first steps are 0.394
 
@@ -102,3 +107,110 @@ class GrapeM(Turning):
         low, high = self.bounds["log_frequencies"]
         scaled = self.scale / SCALE
         return (self.bounded_to("log_frequencies", scaled * low, scaled * high) / self.scale).exp()
+
+
+@register("grape_a")
+class GrapeA(Position):
+    """-d · s softplus(ω) (softplus(q_i·v / √D) + softplus(k_j·u / √D)) with ALiBi's slopes s.
+
+    ALiBi whose slopes depend on query and key (GRAPE-A, arXiv 2512.07805). D is head_dim; ω and the
+    directions v and u, made unit vectors, are learned for each head in every layer.
+
+    gates: which of the two terms there are: query_key, query (the first) or key
+    """
+
+    per_layer = True
+    score_rank = 3
+    slopes: Tensor
+
+    def __init__(self, shape: Shape, *, gates: str = "query_key") -> None:
+        super().__init__(shape)
+        self.register_buffer("slopes", torch.tensor(slopes(shape.heads)), persistent=False)
+        start = math.log(math.expm1(1.0))  # softplus of this is 1
+        self.omega = nn.Parameter(torch.full((shape.heads,), start))
+        chosen("gates", gates, ("query_key", "query", "key"))
+        size, std = (shape.heads, shape.head_dim), shape.head_dim**-0.5
+        self.query_direction = self.key_direction = None
+        if gates != "key":
+            self.query_direction = nn.Parameter(std * torch.randn(size))
+        if gates != "query":
+            self.key_direction = nn.Parameter(std * torch.randn(size))
+        self._kept: list[Pair] = []
+
+    def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> Pair:
+        """Keep both for `score_bias`, which is called next."""
+        self._kept = [(q, k)]
+        return q, k
+
+    def score_bias(self, x: Tensor, memory: Memory) -> Pair:
+        """u [batch, heads, queries, 3] and w [batch, heads, keys, 3].
+
+        With slopes a of queries and b of keys, -(i - j)(a_i + b_j) is a_i j - i b_j + j b_j and a
+        number for each query. memory["of_keys"] holds b.
+        """
+        q, k = self._kept.pop()
+        with without_autocast(q):
+            of_queries = self._slopes("query_direction", q)
+            of_keys = self._slopes("key_direction", k).double()
+            if "of_keys" in memory:
+                of_keys = torch.cat([memory["of_keys"], of_keys], dim=-1)
+            memory["of_keys"] = of_keys
+            key = self.distances(of_keys.shape[-1]).expand_as(of_keys)
+            query = key[..., -of_queries.shape[-1] :]
+            u = torch.stack([of_queries, -query, torch.ones_like(query)], dim=-1)
+            return u, torch.stack([key, of_keys, key * of_keys], dim=-1)
+
+    def _slopes(self, direction: str, x: Tensor) -> Tensor:
+        """[batch, heads or key heads, length, head_dim] -> [batch, heads, length]."""
+        if getattr(self, direction) is None:
+            return x.new_zeros(len(x), self.shape.heads, x.shape[2], dtype=self.origin.dtype)
+        unit = F.normalize(self.bounded(direction), dim=-1, eps=NORM_EPSILON)
+        of_key_heads = unit.unflatten(0, (x.shape[1], -1))
+        products = torch.einsum("bkld,khd->bkhl", at_least_float32(x), of_key_heads).flatten(1, 2)
+        factor = self.slopes * F.softplus(self.bounded("omega"))
+        return factor[:, None] * F.softplus(products / math.sqrt(self.shape.head_dim))
+
+
+@register("grape_ap")
+class GrapeAP(Position):
+    """Σ s log sigmoid(p_i·r_l / D) over the tokens l = j+1 … i, p = P x, with ALiBi's slopes s.
+
+    The path integral form (GRAPE-AP, arXiv 2512.07805): r_l is p_l over its root mean square,
+    turned by -l radians. P is learned for each head in every layer. As in the released code p_i is
+    not turned, so the bias depends on where in the text both stand. Query and key meet inside the
+    sum, so attention needs all scores at once.
+
+    features: D, how many numbers p has for each head
+    """
+
+    per_layer = True
+    by_distance = False
+    slopes: Tensor
+
+    def __init__(self, shape: Shape, *, features: int = 8) -> None:
+        super().__init__(shape)
+        self.register_buffer("slopes", torch.tensor(slopes(shape.heads)), persistent=False)
+        size = shape.heads * even(whole("features", features, most=2**20), "features:")
+        std = 0.5 / math.sqrt(shape.hidden)
+        self.weight = nn.Parameter(std * torch.randn(size, shape.hidden))
+
+    def on_scores(self, scores: Tensor, x: Tensor, memory: Memory) -> Tensor:
+        """scores [batch, heads, queries, keys] -> same; x [batch, queries, hidden].
+
+        memory["r"] holds r of all keys.
+        """
+        queries, keys = scores.shape[-2:]
+        with without_autocast(x):
+            p = F.linear(at_least_float32(x), self.bounded("weight"))
+            p = p.unflatten(-1, (self.shape.heads, -1)).transpose(1, 2)
+            place = self.indices(keys - queries, queries).double()
+            angle = place[:, None].expand(-1, p.shape[-1] // 2)
+            cos, sin = angle.cos().to(p.dtype), angle.sin().to(p.dtype)
+            r = rotate(F.rms_norm(p, p.shape[-1:]), cos, -sin)
+            if "r" in memory:
+                r = torch.cat([memory["r"], r], dim=2)
+            memory["r"] = r
+            step = self.slopes[:, None, None] * F.logsigmoid(p @ r.mT / p.shape[-1])
+            # Those of later tokens are 0, and that of the key itself does not count.
+            step = step.tril(keys - queries)
+            return scores + step.flip(-1).cumsum(-1).flip(-1) - step

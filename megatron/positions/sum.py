@@ -43,6 +43,7 @@ class Sum(Position):
         self.grouped_queries = all(part.grouped_queries for part in self._parts)
         self.heads_per_query = max(part.heads_per_query for part in self._parts)
         by_product = [part for part in self._parts if part.has("score_bias")]
+        self.score_rank = sum(part.score_rank for part in by_product)
         self.sums_over_tokens = all(part.sums_over_tokens for part in by_product)
         turning = [part for part in self._parts if part.has("on_queries_keys")]
         self.heads_alike = all(part.heads_alike for part in turning)

@@ -57,3 +57,20 @@ def test_far_sums_lose_no_digits(backend):
         exact = values_and_gradients(BACKENDS["eager"], given, double=True)
         given.tensors["w"] = 1e5 + given.tensors["w"]
         assert difference(values_and_gradients(BACKENDS[backend], given), exact) <= 3e-5
+
+
+def test_products_of_positions_lose_no_digits():
+    """u·w = -(i - j) b_j of rank two, far from the beginning of a text."""
+    given = inputs("sdpa", ones=True)
+    steps, position = given.tensors["w"], torch.arange(300) + 1e5
+    position = position.expand(1, 2, 300)[..., None]
+    rates = torch.rand(steps.shape, dtype=torch.float64)
+    given.tensors["u"] = torch.cat([-position, torch.ones_like(position)], dim=-1)
+    given.tensors["w"] = torch.cat([rates, position * rates], dim=-1)
+    exact = values_and_gradients(BACKENDS["eager"], given, double=True)
+    # The gradient of b_j: that of both columns, which cancel but for i - j.
+    ours = values_and_gradients(BACKENDS["sdpa"], given)
+    for found in (ours, exact):
+        found["w"] = found["w"][..., 0] + position[..., 0] * found["w"][..., 1]
+        del found["u"]
+    assert difference(ours, exact) <= 3e-5

@@ -15,8 +15,8 @@ MASK = "reset_attention_mask=true"
 RESTART = "reset_position_ids=true"
 CROSSING = ("dape_v2", "path", "path_fox", "selective_rope", "stick_breaking")
 """Convolutions read the tokens before, and a remainder all of them."""
-NO_RESTART = (*CROSSING, "fire")
-FROM_THE_BEGINNING = ("fire", "fope", "learned", "sinusoidal", "ssmax")
+NO_RESTART = (*CROSSING, "fire", "grape_ap")
+FROM_THE_BEGINNING = ("fire", "fope", "grape_ap", "learned", "sinusoidal", "ssmax")
 """Without restarting, their numbers depend on where in the window a document begins."""
 
 

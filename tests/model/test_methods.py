@@ -46,7 +46,8 @@ TABLES = {
 }
 NO_POSITIONS = {"none", "cable", "fox", "selective_rope", "carope", "ssmax"}
 REFUSE_ALL = {
-    *("cope", "dape", "dape_v2", "fire", "fope", "learned", "path", "path_fox", "sinusoidal"),
+    *("cope", "dape", "dape_v2", "fire", "fope", "grape_a", "grape_ap", "learned", "path"),
+    *("path_fox", "sinusoidal"),
     "stick_breaking",
 }
 ACCEPTED = {

@@ -137,7 +137,12 @@ def fope(golden: Golden) -> dict[str, Any]:
     }
 
 
+def grape_ap(golden: Golden) -> dict[str, Any]:
+    return {"features": len(golden.numbers["param.c_p"]) // golden.shape().heads}
+
+
 OF_FOPE = {"cos_coef": "cosines", "sin_coef": "sines"}
+OF_GRAPE_A = {"omega": "omega", "u": "key_direction", "v": "query_direction"}
 OF_GRAPE_M = {"log_freq": "log_frequencies", "omega_weight": "weight", "omega_bias": "bias"}
 OF_FIRE = {
     "c": "c",
@@ -179,6 +184,8 @@ CAROPE = Case(
     "carope", lambda golden: {"from_one": golden.variant == "from_1"}, {"weight": "weight"}
 )
 FOPE = Case("fope", fope, OF_FOPE, train_length=64)
+GRAPE_A = Case("grape_a", lambda golden: {"gates": golden.variant}, OF_GRAPE_A)
+GRAPE_AP = Case("grape_ap", grape_ap, {"c_p": "weight"})
 GRAPE_M = Case("grape_m", grape_m, OF_GRAPE_M)
 COPE = Case("cope", cope, {"pos_emb": "vectors"})
 CASES: dict[str, dict[str, Case]] = {
@@ -189,6 +196,8 @@ CASES: dict[str, dict[str, Case]] = {
     "fire": {"fire": Case("fire", fire, OF_FIRE, constant=True)},
     "fox": {"": Case("fox", numbers={"gate_weight": "weight", "gate_bias": "bias"})},
     "selective_rope": dict.fromkeys(("default", "full_rank", "gate_bias"), SELECTIVE),
+    "grape_a": dict.fromkeys(("query_key", "query", "key"), GRAPE_A),
+    "grape_ap": {"": GRAPE_AP},
     "grape_m": {"nonctx": GRAPE_M, "ctx": GRAPE_M},
     "stickbreaking": {
         variant: Case(
@@ -311,8 +320,9 @@ def test_an_encoding_gives_the_numbers_of_its_authors(name, variant):
         for one in inputs.values():
             one.requires_grad_()
         with torch.no_grad():
-            scores = lower_triangle(scores_of(position, q, k, x))
-            bias = lower_triangle(scores_of(position, 0 * q, k, x))
+            scores = scores_of(position, q, k, x)
+            bias = lower_triangle(scores - q @ k.mT / q.shape[-1] ** 0.5)
+            scores = lower_triangle(scores)
         out = output_of(position, q, k, v, x)
         check_values(scores, bias, out, expected, case)
         if case.last_score:
