@@ -42,6 +42,7 @@ SUBJECTS = ENCODINGS | WITH_OPTIONS
 # An encoding may refuse these, and only in these words.
 REFUSALS = {
     checks.finite_far_away: "learned positions end at 4096, so length 16384 cannot be computed",
+    checks.parts_sum_to_the_whole: "score_bias does not say that its w is a sum",
 }
 BY_DISTANCE = {checks.zero_at_zero, checks.never_rises, checks.conditionally_positive_definite}
 A_TABLE = {checks.same_at_every_length}
