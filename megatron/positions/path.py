@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megatron.positions.base import BlockScores, Memory, Position, Shape, running_sum
 from megatron.positions.precision import at_least_float32, without_autocast
 from megatron.positions.registry import register, whole
+from megatron.positions.selective_rope import linear_weight
 
 CHUNK = 64  # tokens whose product has a closed form
 NORM_EPSILON = 1e-6
@@ -39,7 +40,7 @@ class Path(Position):
     w is a map of low rank of the layer's input, then a causal convolution, SiLU, and length 1; β =
     2·sigmoid of a linear map. Each layer and head has its own (arXiv 2505.16381, with the released
     code's maps). The product over a chunk of tokens has a closed form, the UT transform, so that
-    4096 tokens take about 2.4 times plain attention, and memory grows with length. Every new token
+    4096 tokens take 2.2 to 3.3 times plain attention, and memory grows with length. Every new token
     of a cached text changes all cached keys: the cache keeps them twice, as they were and in
     float32 as they are, and a token costs about twice as much attention.
 
@@ -75,7 +76,10 @@ class Path(Position):
             more = -length % size
             q, k, w = (F.pad(t, (0, 0, 0, more)) for t in (q, at_least_float32(k), w))
             beta = F.pad(beta, (0, more))
-            q, k, w, beta = (t.unflatten(2, (-1, size)) for t in (q, k, w, beta[..., None]))
+            # Contiguous, as every product would copy a view of a projection again.
+            q, k, w, beta = (
+                t.contiguous().unflatten(2, (-1, size)) for t in (q, k, w, beta[..., None])
+            )
 
             identity = torch.eye(size, dtype=w.dtype, device=w.device)
             below = (beta * (w @ w.mT)).tril(-1)
@@ -199,9 +203,3 @@ def block_of_scores(
             far_k,
             torch.cat(own, dim=2)[:, :, :rows, :rows],
         )
-
-
-def linear_weight(outputs: int, inputs: int) -> nn.Parameter:
-    """First values as torch.nn.Linear's: [outputs, inputs]."""
-    bound = 1 / math.sqrt(inputs)
-    return nn.Parameter(torch.empty(outputs, inputs).uniform_(-bound, bound))

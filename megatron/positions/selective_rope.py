@@ -65,18 +65,18 @@ class SelectiveRope(Position):
             self.lengths = nn.Parameter(torch.ones(shape.heads))
         else:
             rank = whole("rank", rank, most=2**20)
-            self.down = _linear(rank, shape.hidden)
-            self.up = _linear(features, rank)
+            self.down = linear_weight(rank, shape.hidden)
+            self.up = linear_weight(features, rank)
         self.taps = None if taps is None else whole("taps", taps, most=1024)
         if self.taps is not None and self.taps > 1:
             self.crosses_documents = "its convolution over tokens"
-        self.filter = None if self.taps is None else _linear(features, self.taps)
+        self.filter = None if self.taps is None else linear_weight(features, self.taps)
         self.log_drift = None
         if switch("drift", drift):
             self.log_drift = nn.Parameter(torch.zeros(shape.heads, pairs))
         self.gate_weight = self.gate_bias = None
         if switch("gate", gate):
-            self.gate_weight = _linear(shape.heads, shape.hidden)
+            self.gate_weight = linear_weight(shape.heads, shape.hidden)
             bound = 1 / math.sqrt(shape.hidden)
             self.gate_bias = nn.Parameter(torch.empty(shape.heads).uniform_(-bound, bound))
         frequencies = inverse_frequencies(shape.head_dim, positive("base", base))
@@ -137,7 +137,7 @@ class SelectiveRope(Position):
         return angle.to(x.dtype)
 
 
-def _linear(outputs: int, inputs: int) -> nn.Parameter:
+def linear_weight(outputs: int, inputs: int) -> nn.Parameter:
     """First values as torch.nn.Linear's: [outputs, inputs]."""
     bound = 1 / math.sqrt(inputs)
     return nn.Parameter(torch.empty(outputs, inputs).uniform_(-bound, bound))

@@ -23,7 +23,8 @@ MODEL = [word for name, size in SIZE.items() for word in (f"--{name}", str(size)
 
 def test_every_way_is_measured_beside_plain_attention_with_its_conditions(tmp_path, capsys):
     words = ["--lengths", "24", "--tokens", "48", "--dtypes", "float32", "--no-memory"]
-    words += ["--heads", "2", "--head_dim", "8", "--ways", "rotary", "forks", "eager", "sdpa"]
+    words += ["--heads", "2", "--head_dim", "8", "--ways", "rotary", "path"]
+    words += ["forks", "eager", "sdpa"]
     words += ["--output", str(tmp_path / "found.json")]
     assert bench_attention.main([*CPU, *words]) == 0
     found = json.loads((tmp_path / "found.json").read_text())
@@ -31,7 +32,7 @@ def test_every_way_is_measured_beside_plain_attention_with_its_conditions(tmp_pa
     rows = {(row["candidate"], row["backward"]): row for row in found["rows"]}
     kinds = bench_attention.BIASES
     ours = {f"{backend}, {kind}" for backend in ("eager", "sdpa") for kind in kinds}
-    names = {"plain", "rotary", "forks"} | ours
+    names = {"plain", "rotary", "path", "forks"} | ours
     assert {name for name, backward in rows if backward} == names
     assert {name for name, backward in rows if not backward} == {
         name for name in names if not name.endswith("learned")

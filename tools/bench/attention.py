@@ -36,7 +36,7 @@ BIASES = {
 """An encoding for each kind of bias; the last two are by content."""
 WINDOW = 512
 REFERENCES = ("flash", "plain")
-WAYS = ("rotary", *BACKENDS, "forks")
+WAYS = ("rotary", "path", "path_fox", *BACKENDS, "forks")
 # float32 matrices [batch, heads, length, length] that a dense way surely fits in, by backward.
 DENSE_COPIES = {False: 4, True: 12}
 Computation = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v -> output
@@ -97,8 +97,16 @@ class Candidate:
             distance = (index[:, None] - index).tril().float()
             dense = {"p": p, "a": a, "distance": distance, "mask": index[:, None] < index}
             return partial(forks, **dense), [p, a]
-        if self.tables is None:  # an encoding that turns queries and keys
-            turn = self._position(self.way).on_queries_keys
+        text = torch.randn(self.batch, self.length, self.heads * self.head_dim, device=self.device)
+        if self.tables is None:  # an encoding that gives scores, or turns queries and keys
+            position = self._position(self.way)
+            if position.has("block_scores"):
+
+                def by_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+                    return attention(q, k, v, block_scores=position.block_scores(q, k, text, {}))
+
+                return by_blocks, list(position.parameters())
+            turn = position.on_queries_keys
             return lambda q, k, v: plain(*turn(q, k), v), []
 
         position = self._position(BIASES[self.tables])
@@ -107,8 +115,6 @@ class Candidate:
             "weight": position.distance_weight(self.length),
         }
         if position.has("score_bias"):
-            width = self.heads * self.head_dim
-            text = torch.randn(self.batch, self.length, width, device=self.device)
             tables["u"], tables["w"] = position.score_bias(text, {})
         # Copies that know nothing of how they were computed.
         leaves = {name: x.detach().clone() for name, x in tables.items() if x is not None}
