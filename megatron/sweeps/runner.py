@@ -22,6 +22,8 @@ from megatron.parallel.die_with_parent import die_with_parent
 from megatron.sweeps.cells import Cell, state_of
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# A cluster may send them to all processes of a job; then a script ends well before its time.
+OF_CLUSTERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 PAUSE = 0.1  # seconds between two looks at a process
 
 
@@ -47,12 +49,14 @@ class Runner:
     """Works on cells, one at each place at a time.
 
     say: shows a line
-    stopping: whether a signal has come
+    patience: seconds in which the owner of a cell may end
+    stopping: the first signal that has come, 0 for none
     disk_full: whether a cell failed for that: then no other is begun
     """
 
     say: Callable[[str], None]
-    stopping: bool = False
+    patience: float = 0.2
+    stopping: int = 0
     disk_full: bool = False
 
     def work(self, cell: Cell, place: dict[str, str]) -> None:
@@ -65,7 +69,7 @@ class Runner:
             return
         try:
             cell.folder.mkdir(parents=True, exist_ok=True)
-            with cell.lock:
+            with cell.lock.acquire(self.patience, cancel_check=lambda: self.stopping > 0):
                 state = state_of(cell)
                 if state.kind == "done":
                     return
@@ -127,7 +131,8 @@ class Runner:
                 terminated = True
             time.sleep(PAUSE)
         status = process.returncode
-        if status and not self.stopping:
+        ended_by = -status if status < 0 else status - 128
+        if status and not self.stopping and ended_by not in OF_CLUSTERS:
             text = log.read_bytes()[start:].decode(errors="replace")
             lines = [line.strip() for line in text.splitlines() if line.strip()]
             reason = visible(lines[-1]) if lines else f"{words[0]} ended with status {status}"
@@ -149,13 +154,13 @@ class Runner:
             finally:
                 free.put(place)
 
-        with self._signals(), ThreadPoolExecutor(len(places)) as pool:
+        with self.stoppable(*SIGNALS), ThreadPoolExecutor(len(places)) as pool:
             list(pool.map(work_somewhere, cells))  # raises what a thread raised
 
     @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Meanwhile a signal only asks to stop."""
-        caught = list(SIGNALS)
+    def stoppable(self, *numbers: signal.Signals) -> Iterator[None]:
+        """Meanwhile these signals only ask to stop."""
+        caught = list(numbers)
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup
             caught.remove(signal.SIGHUP)
         handlers_before = {number: signal.signal(number, self._stop) for number in caught}
@@ -166,7 +171,7 @@ class Runner:
                 signal.signal(number, handler)
 
     def _stop(self, number: int, frame: object) -> None:
-        self.stopping = True
+        self.stopping = self.stopping or number
         name = signal.Signals(number).name
         self._tell(f"{name}: what runs saves a checkpoint and ends; the same command continues")
 
