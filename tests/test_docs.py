@@ -72,6 +72,7 @@ ELSEWHERE = {  # pages whose commands other tests run, and one that holds the pa
     "exporting": "interop/test_export.py",
     "first_gpu": "test_gpu_check.py",
     "importing": "interop/test_huggingface.py",
+    "parallel": "parallel/test_hosts.py",
     "recipes": "training/test_recipes.py",
     "tasks": "training/test_task.py",
 }

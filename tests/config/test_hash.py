@@ -90,6 +90,8 @@ def test_every_shipped_part_says_an_encodings_defaults():
             assert found == PATTERNS[path.stem]
             continue
         assert config.position.pos_emb == path.stem
+        if path.stem == "rope_pp":  # its options are in rotary.yml, and it needs heads_per_query
+            continue
         assert set(config.position.pos_emb_args) == set(options) - {"max_positions"}
         has_defaults = all(option.default is not option.empty for option in options.values())
         if has_defaults:  # all but mep, whose file is an example

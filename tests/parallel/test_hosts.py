@@ -1,4 +1,4 @@
-"""Ranks on two machines, which are two network namespaces of this one."""
+"""Ranks on two machines, which are two network namespaces of this one: docs/parallel.md."""
 
 import os
 import shutil
