@@ -449,6 +449,7 @@ def test_a_killed_evaluation_keeps_its_finished_lengths(home, tmp_path, monkeypa
 # What a measurement imports and a loss does not depend on.
 SHAPES_NO_LOSS = {
     "address.py",
+    "cli_errors.py",
     "commit.py",
     "errors.py",
     "files.py",

@@ -19,9 +19,8 @@ from tests.training.conftest import grid, records, tiny  # noqa: F401
 
 EXACT = 1e-5
 REFUSED = {
-    *("cope", "dape", "dape_v2", "grape_a", "grape_ap", "path", "path_fox", "randomized"),
-    "selective_rope",
-    "stick_breaking",
+    *("carope", "cope", "dape", "dape_v2", "grape_a", "grape_ap", "path", "path_fox"),
+    *("randomized", "selective_rope", "stick_breaking"),
 }
 
 
