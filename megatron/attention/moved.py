@@ -1,7 +1,7 @@
 """Attention whose scores an encoding gives block by block, such as PaTH's (`block_scores`)."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +39,10 @@ def attend_moved(
             options["segments"] = more["segments"][:, visible]
         if more["score_bias"] is not None:
             options["score_bias"] = more["score_bias"].of_queries(start, end)
-        of_block = lambda tensors, *_: function(tensors, start, end)  # noqa: E731
+
+        def of_block(tensors: Sequence[Tensor], *_: int) -> tuple[Tensor, Tensor, Tensor]:
+            return function(tensors, start, end)
+
         options["block_scores"] = of_block, tensors
         return eager(q[:, :, rows], k[:, :, visible], v[:, :, visible], bias, **options)
 

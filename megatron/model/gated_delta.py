@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megatron.model.cache import LayerCache
 from megatron.model.settings import CONVOLVED, Architecture
+from megatron.positions.base import after_earlier
 from megatron.positions.precision import at_least_float32, without_autocast
 
 CHUNK = 64  # tokens that are computed at once
@@ -44,9 +45,7 @@ class GatedDelta(nn.Module):
         memory = {} if cache is None else cache.memory
         fused = self.query_key_value_gate(x).unflatten(2, (len(self.A_log), 4, -1))
         qkv = fused[:, :, :, :3].flatten(2).mT  # [batch, channels, length]
-        nothing = torch.zeros_like(qkv[:, :, :1]).expand(-1, -1, CONVOLVED - 1)
-        qkv = torch.cat([memory.get("convolved", nothing), qkv], dim=2)
-        memory["convolved"] = qkv[:, :, 1 - CONVOLVED :].clone()
+        qkv = after_earlier(qkv, CONVOLVED - 1, memory, "convolved")
         qkv = F.silu(self.convolution(qkv)).unflatten(1, (len(self.A_log), 3, -1)).mT
 
         with without_autocast(x):

@@ -431,6 +431,18 @@ class DistanceBias(Position):
         return self.table(kernel, length)
 
 
+def after_earlier(new: Tensor, count: int, memory: Memory, name: str) -> Tensor:
+    """The last `count` earlier tokens and these, for a causal convolution; 0 before the text.
+
+    new [batch, features, length] -> [batch, features, count + length]. memory[name] holds the
+    earlier tokens, and then the last of all.
+    """
+    earlier = memory.get(name, new.new_zeros(*new.shape[:2], count))
+    longer = torch.cat([earlier, new], dim=2)
+    memory[name] = longer[:, :, longer.shape[2] - count :].detach().clone()  # not all of them
+    return longer
+
+
 def running_sum(new: Tensor, memory: Memory) -> Tensor:
     """Sums of the tokens up to each key: [batch, heads, queries] -> [batch, heads, keys] float64.
 

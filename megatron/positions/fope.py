@@ -78,22 +78,22 @@ class FoPE(Position):
         seed = whole("seed", seed, most=2**31)
         generator = None if learned else torch.Generator().manual_seed(seed)
         sizes = first.shape if shared else (shape.heads, *first.shape)
-        for name in ["cosines"] if shared else ["cosines", "sines"]:
-            noise = nn.init.xavier_normal_(
-                torch.empty(sizes), positive("gain", gain), generator=generator
-            )
+        gain = positive("gain", gain)
+        self.mixtures = ("cosines", "cosines") if shared else ("cosines", "sines")
+        for name in dict.fromkeys(self.mixtures):
+            noise = nn.init.xavier_normal_(torch.empty(sizes), gain, generator=generator)
             if learned:
                 self.register_parameter(name, nn.Parameter(first + noise))
             else:
                 self.register_buffer(name, first + noise, persistent=False)
-        self.of_sines = name
 
     def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> Pair:
         """[batch, heads, length, head_dim] each -> same."""
         with without_autocast(q):
             angle = self.indices(start, q.shape[-2])[:, None] * self.frequencies
-            cos = angle.cos() @ self.bounded("cosines")  # [heads, length, pairs that turn]
-            sin = angle.sin() @ self.bounded(self.of_sines)
+            of_cosines, of_sines = self.mixtures
+            cos = angle.cos() @ self.bounded(of_cosines)  # [heads, length, pairs that turn]
+            sin = angle.sin() @ self.bounded(of_sines)
             rest = (0, self.pairs - cos.shape[-1])
             cos, sin = F.pad(cos, rest, value=1.0), F.pad(sin, rest, value=1.0)
             return rotate(q, cos, sin), rotate(k, cos, sin)

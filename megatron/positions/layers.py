@@ -41,7 +41,10 @@ class Placed(NamedTuple):
 
 
 def attention_count(section: Any) -> int:
-    """How many layers have attention, by `layers`; section: `model` of the configuration."""
+    """How many layers have attention, by `layers`; section: `model` of the configuration.
+
+    Counted without a list of the layers: num_layers may be a typing error of many digits.
+    """
     kinds = [kind == ATTENTION for kind in section.layers or (ATTENTION,)]
     rounds, rest = divmod(section.num_layers, len(kinds))
     return rounds * sum(kinds) + sum(kinds[:rest])

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.positions.base import BlockScores, Memory, Position, Shape, running_sum
+from megatron.positions.base import BlockScores, Memory, Position, Shape, after_earlier, running_sum
 from megatron.positions.precision import at_least_float32, without_autocast
 from megatron.positions.registry import register, whole
 from megatron.positions.selective_rope import linear_weight
@@ -104,10 +104,7 @@ class Path(Position):
         """w of length 1 and β: x [batch, length, hidden] -> [batch, heads, length, head_dim] and
         [batch, heads, length]. memory["w"] holds what the convolution needs of the last tokens."""
         mapped = F.linear(F.linear(x, self.bounded("down")), self.bounded("up")).transpose(1, 2)
-        before = self.taps - 1
-        earlier = memory.get("w", mapped.new_zeros(*mapped.shape[:2], before))
-        longer = torch.cat([earlier, mapped], dim=2)  # [batch, features, before + length]
-        memory["w"] = longer[:, :, longer.shape[2] - before :].detach()
+        longer = after_earlier(mapped, self.taps - 1, memory, "w")
         mixed = F.conv1d(longer, self.bounded("filter")[:, None], groups=mapped.shape[1])
         w = F.silu(mixed).unflatten(1, (self.shape.heads, -1)).transpose(2, 3)
         w = w * (w.square().sum(-1, keepdim=True) + NORM_EPSILON).rsqrt()

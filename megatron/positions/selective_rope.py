@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.errors import UserError
-from megatron.positions.base import Memory, Pair, Position, Shape
+from megatron.positions.base import Memory, Pair, Position, Shape, after_earlier
 from megatron.positions.frequencies import inverse_frequencies
 from megatron.positions.precision import at_least_float32, without_autocast
 from megatron.positions.registry import positive, register, switch, whole
@@ -109,12 +109,7 @@ class SelectiveRope(Position):
             phi = torch.einsum("blhi,hio->bhol", by_head, weight).flatten(1, 2)
 
         before = 1 if self.taps is None else self.taps - 1
-        earlier = memory.get("phi")
-        if earlier is None:
-            earlier = phi.new_zeros(*phi.shape[:2], before)
-        longer = torch.cat([earlier, phi], dim=2)
-        kept = longer.shape[2] - before
-        memory["phi"] = longer[:, :, kept:].detach()
+        longer = after_earlier(phi, before, memory, "phi")
         if self.filter is None:
             step = longer.diff(dim=2)
         else:
