@@ -38,6 +38,14 @@ from megatron.positions.layers import (
 from megatron.positions.outline import Outline
 from megatron.splits import PARTS, parse_split
 
+OF_GATED_DELTA = (
+    "allow_neg_eigval",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+)
+"""Keys that only a gated_delta layer reads."""
 Faults = Iterator[tuple[Any, str]]
 """Conditions, which mean a fault if they are true, and messages."""
 
@@ -87,9 +95,17 @@ def _model(model: Model) -> Faults:
         model.layers and ATTENTION not in model.layers,
         "layers: no layer has attention, which the encoding is for; add attention to the pattern",
     )
+    for key in OF_GATED_DELTA:
+        yield (
+            getattr(model, key) and set(model.layers) <= {ATTENTION},
+            f"{key}: belongs to gated_delta; set layers, or drop this",
+        )
+    key_heads = model.linear_num_key_heads or heads
+    value_heads = model.linear_num_value_heads or key_heads
     yield (
-        model.allow_neg_eigval and set(model.layers) <= {ATTENTION},
-        "allow_neg_eigval: belongs to gated_delta; set layers, or drop this",
+        value_heads % key_heads,
+        f"linear_num_value_heads: {value_heads} is no multiple of the {key_heads} heads of keys;"
+        " give a number that is, or linear_num_key_heads",
     )
 
 

@@ -181,6 +181,15 @@ class Model(Section):
     allow_neg_eigval: bool = False
     """Let a gated_delta layer turn its state around, which parity and permutations need: beta from
     0 to 2 (arXiv 2411.12537)."""
+    linear_num_key_heads: UpTo4096 | None = None
+    """Heads of the queries and keys of a gated_delta layer; unset: num_attention_heads."""
+    linear_num_value_heads: UpTo4096 | None = None
+    """Heads of the values of a gated_delta layer; unset: linear_num_key_heads. Groups of
+    neighbouring heads share a query and a key (Qwen3.5)."""
+    linear_key_head_dim: Width | None = None
+    """Features of a head's queries and keys in a gated_delta layer; unset: those of attention."""
+    linear_value_head_dim: Width | None = None
+    """Features of a head's values in a gated_delta layer; unset: linear_key_head_dim."""
     activation: Literal["gelu", "gelu_new", "relu", "silu", "swiglu"] = "gelu"
     """Activation of the MLP; gelu_new: GPT-2's approximation by tanh; swiglu: silu(gate) * up, with
     gate and up from one matrix (Llama)."""

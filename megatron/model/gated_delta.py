@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.model.cache import LayerCache
+from megatron.model.methods import for_each_query_head
 from megatron.model.settings import CONVOLVED, Architecture
 from megatron.positions.base import after_earlier
 from megatron.positions.precision import at_least_float32, without_autocast
@@ -20,54 +21,63 @@ class GatedDelta(nn.Module):
     Gated DeltaNet (arXiv 2412.06464). For each head decay = exp(-A softplus(w·x + dt_bias)) and
     beta = sigmoid(u·x), or twice that with allow_neg_eigval (arXiv 2411.12537). q, k and v pass a
     causal convolution and silu, q and k get the norm 1, and what is read passes a norm and a gate,
-    as in transformers' Qwen3-Next. First values of A, dt_bias and the convolution are those of
+    as in transformers' Qwen3.5. First values of A, dt_bias and the convolution are those of
     flash-linear-attention.
 
-    Projections are ordered as in Qwen3-Next: [heads, (q, k, v, gate), head_dim], and
-    [heads, (beta, decay)]. The channels of the convolution follow them.
+    The projection and the channels of the convolution are ordered [(q, k, v), heads, features],
+    where groups of neighbouring heads share q and k, and beta_decay is [(beta, decay), heads].
     """
 
     def __init__(self, model: Architecture) -> None:
         super().__init__()
-        hidden, width, heads = model.hidden_size, model.attention_width, model.num_attention_heads
+        hidden = model.hidden_size
+        key_heads, heads, _, value_dim = model.delta_sizes
+        self.widths = model.delta_widths
+        self.heads = key_heads, key_heads, heads
         self.largest_beta = 2.0 if model.allow_neg_eigval else 1.0
-        self.query_key_value_gate = nn.Linear(hidden, 4 * width, bias=False)
+        channels, width = sum(self.widths), self.widths[2]
+        self.query_key_value = nn.Linear(hidden, channels, bias=False)
+        self.gate = nn.Linear(hidden, width, bias=False)
         self.beta_decay = nn.Linear(hidden, 2 * heads, bias=False)
-        self.convolution = nn.Conv1d(3 * width, 3 * width, CONVOLVED, groups=3 * width, bias=False)
+        self.convolution = nn.Conv1d(channels, channels, CONVOLVED, groups=channels, bias=False)
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(0.01, 16).log())
         log_step = torch.empty(heads).uniform_(math.log(0.001), math.log(0.1))
         self.dt_bias = nn.Parameter(log_step.exp().expm1().log())  # softplus gives the step
-        self.norm = nn.RMSNorm(model.features_of_head, eps=model.layernorm_epsilon)
+        self.norm = nn.RMSNorm(value_dim, eps=model.layernorm_epsilon)
         self.dense = nn.Linear(width, hidden, bias=False)
 
     def forward(self, x: Tensor, cache: LayerCache | None) -> Tensor:
         """x [batch, length, hidden] -> same."""
         memory = {} if cache is None else cache.memory
-        fused = self.query_key_value_gate(x).unflatten(2, (len(self.A_log), 4, -1))
-        qkv = fused[:, :, :, :3].flatten(2).mT  # [batch, channels, length]
+        qkv = self.query_key_value(x).mT  # [batch, channels, length]
         qkv = after_earlier(qkv, CONVOLVED - 1, memory, "convolved")
-        qkv = F.silu(self.convolution(qkv)).unflatten(1, (len(self.A_log), 3, -1)).mT
+        qkv = F.silu(self.convolution(qkv))
 
         with without_autocast(x):
-            q, k, v = at_least_float32(qkv).unbind(2)  # [batch, heads, length, head_dim]
-            beta_decay = at_least_float32(self.beta_decay(x)).unflatten(2, (-1, 2)).transpose(1, 2)
-            beta, step = beta_decay.split(1, dim=3)  # [batch, heads, length, 1]
+            parts = at_least_float32(qkv).split(self.widths, dim=1)
+            # [batch, heads, length, features]
+            q, k, v = (
+                for_each_query_head(part.unflatten(1, (heads, -1)).mT, self.heads[2] // heads)
+                for part, heads in zip(parts, self.heads, strict=True)
+            )
+            beta_decay = at_least_float32(self.beta_decay(x)).mT[..., None]
+            beta, step = beta_decay.chunk(2, dim=1)  # [batch, heads, length, 1]
             beta = self.largest_beta * beta.sigmoid()
             A_log, dt_bias = self.A_log[:, None, None], self.dt_bias[:, None, None]
             log_decay = -at_least_float32(A_log).exp() * F.softplus(step + dt_bias)
             state = memory.get("state", torch.zeros_like(k[:, :, :1].mT @ v[:, :, :1]))
             out, memory["state"] = gated_delta_rule(q, k, v, beta, log_decay, state)
-        out = self.norm(out.to(x.dtype).transpose(1, 2)) * F.silu(fused[:, :, :, 3])
-        return self.dense(out.flatten(2))
+        out = self.norm(out.to(x.dtype).transpose(1, 2)).flatten(2)
+        return self.dense(out * F.silu(self.gate(x)))
 
 
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What each token reads, S_t q_t / sqrt(head_dim), and the state Sᵀ after the last one.
+    """What each token reads, S_t q_t / sqrt(features), and the state Sᵀ after the last one.
 
-    q, k, v [batch, heads, length, head_dim], beta, log_decay [batch, heads, length, 1],
-    state [batch, heads, head_dim, head_dim] -> as v, as state
+    q, k, v [batch, heads, length, features], beta, log_decay [batch, heads, length, 1],
+    state [batch, heads, features of k, features of v] -> as v, as state
 
     A chunk is solved at once: token i adds k_i u_iᵀ to Sᵀ, and (I + A) u = b is triangular.
     """

@@ -37,6 +37,10 @@ class Architecture:
     attention_gate: Literal["head", "element"] | None = None
     layers: tuple[str, ...] = ()
     allow_neg_eigval: bool = False
+    linear_num_key_heads: int | None = None
+    linear_num_value_heads: int | None = None
+    linear_key_head_dim: int | None = None
+    linear_value_head_dim: int | None = None
     activation: str = "gelu"
     parallel_residual: bool = False
     use_bias_in_norms: bool = True
@@ -84,6 +88,20 @@ class Architecture:
     def attention_width(self) -> int:
         """Features of all heads' outputs together."""
         return self.num_attention_heads * self.features_of_head
+
+    @property
+    def delta_sizes(self) -> tuple[int, int, int, int]:
+        """Heads of the keys and of the values of a gated_delta layer, and features of each."""
+        key_heads = self.linear_num_key_heads or self.num_attention_heads
+        heads = self.linear_num_value_heads or key_heads
+        key_dim = self.linear_key_head_dim or self.features_of_head
+        return key_heads, heads, key_dim, self.linear_value_head_dim or key_dim
+
+    @property
+    def delta_widths(self) -> tuple[int, int, int]:
+        """Features of a token's queries, keys and values in a gated_delta layer."""
+        key_heads, heads, key_dim, value_dim = self.delta_sizes
+        return key_heads * key_dim, key_heads * key_dim, heads * value_dim
 
     @property
     def widths_of_key_head(self) -> list[int]:

@@ -35,11 +35,12 @@ def matrix_weights(model: Architecture, vocab: int) -> int:
     """
     width, attending = model.attention_width, attention_count(model)
     attention = model.projected_width + width
-    recurrent = 5 * width + 2 * model.num_attention_heads
+    keys, _, values = model.delta_widths
+    recurrent = 2 * keys + 3 * values + 2 * model.delta_sizes[1]
     feed_forward = model.widened + model.mlp_width
     of_layers = attending * attention + model.num_layers * feed_forward
     others = model.num_layers - attending
-    convolutions = others * 3 * width * CONVOLVED
+    convolutions = others * (2 * keys + values) * CONVOLVED
     return model.hidden_size * (of_layers + others * recurrent + vocab) + convolutions
 
 
@@ -57,7 +58,8 @@ def palm_weights(model: Architecture, vocab: int) -> int:
         attention += hidden
     if model.qk_norm:
         attention += of_feature * 2 * model.features_of_head
-    recurrent = 2 * model.num_attention_heads + model.features_of_head
+    _, heads, _, value_dim = model.delta_sizes
+    recurrent = 2 * heads + value_dim
     of_layer = of_feature * 2 * hidden
     if model.use_bias_in_mlp:
         of_layer += model.widened + hidden
@@ -70,8 +72,9 @@ def palm_weights(model: Architecture, vocab: int) -> int:
 def attention_flops(model: Architecture, keys: float) -> float:
     """Operations of one token's scores and weighted sums, or states, in all layers, forward."""
     attending = attention_count(model)
-    of_states = PER_STATE * (model.num_layers - attending) * model.features_of_head
-    return model.attention_width * (PER_PAIR * attending * keys + of_states)
+    _, heads, key_dim, value_dim = model.delta_sizes
+    of_states = PER_STATE * (model.num_layers - attending) * heads * key_dim * value_dim
+    return PER_PAIR * attending * keys * model.attention_width + of_states
 
 
 def forward_flops(model: Architecture, vocab: int, keys: float) -> float:

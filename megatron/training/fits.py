@@ -81,7 +81,7 @@ def needs(config: Config, vocab: int, ranks: int, device: torch.device) -> Train
     if config.training.checkpoint_activations:
         of_layers = model.num_layers * model.hidden_size + of_layer
         recurrent = min(recurrent, 1)
-    of_layers += recurrent * 28 * model.attention_width
+    of_layers += recurrent * 28 * model.delta_widths[2]
     parallel = config.parallel
     whole_text = config.training.train_micro_batch_size_per_gpu * config.model.seq_length
     tokens = whole_text // parallel.context_parallel_size

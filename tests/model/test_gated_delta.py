@@ -1,5 +1,7 @@
 """Gated DeltaNet against the paper's recurrence and transformers' layer, and hybrids of layers."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,12 @@ from tests.model.test_cache import in_pieces
 SIZES = ["num_layers=6", "hidden_size=32", "num_attention_heads=4", "seq_length=48"]
 HYBRID = [*SIZES, "layers=[gated_delta, attention, gated_delta]", "init_method_std=0.15"]
 MODEL = Architecture(hidden_size=32, num_layers=2, num_attention_heads=4, seq_length=48)
+OTHER_HEADS = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+}
 
 
 def model(*settings: str) -> GPT:
@@ -51,33 +59,29 @@ def test_chunks_have_the_numbers_and_gradients_of_the_papers_recurrence(largest_
 
 
 @torch.no_grad()
-def test_a_layer_is_that_of_transformers_qwen3_next():
-    from transformers.models.qwen3_next import configuration_qwen3_next, modeling_qwen3_next
+def test_a_layer_is_that_of_transformers_qwen3_5():
+    from transformers.models.qwen3_5 import configuration_qwen3_5, modeling_qwen3_5
 
-    theirs = modeling_qwen3_next.Qwen3NextGatedDeltaNet(
-        configuration_qwen3_next.Qwen3NextConfig(
+    theirs = modeling_qwen3_5.Qwen3_5GatedDeltaNet(
+        configuration_qwen3_5.Qwen3_5TextConfig(
             hidden_size=32,
             num_hidden_layers=1,
             layer_types=["linear_attention"],
-            linear_num_key_heads=4,
-            linear_num_value_heads=4,
-            linear_key_head_dim=8,
-            linear_value_head_dim=8,
             rms_norm_eps=MODEL.layernorm_epsilon,
+            **OTHER_HEADS,
         ),
         layer_idx=0,
     )
-    ours = GatedDelta(MODEL)
+    ours = GatedDelta(replace(MODEL, **OTHER_HEADS))
     ours.norm.weight.uniform_(0.5, 2)
-    names = {"query_key_value_gate": "in_proj_qkvz", "beta_decay": "in_proj_ba"}
+    names = {"query_key_value": "in_proj_qkv", "gate": "in_proj_z"}
     names |= {"dense": "out_proj", "convolution": "conv1d"}
     weights = {}
     for name, weight in ours.state_dict().items():
         module, _, rest = name.partition(".")
         weights[f"{names.get(module, module)}.{rest}".rstrip(".")] = weight
-    by_head = weights["conv1d.weight"].unflatten(0, (4, 3, 8))
-    weights["conv1d.weight"] = by_head.transpose(0, 1).flatten(0, 2)
-    theirs.load_state_dict(weights)
+    beta, decay = weights.pop("beta_decay.weight").chunk(2)
+    theirs.load_state_dict({**weights, "in_proj_b.weight": beta, "in_proj_a.weight": decay})
     x = torch.randn(2, 141, 32)
     torch.testing.assert_close(ours(x, None), theirs(x), rtol=0, atol=2e-6)
 
@@ -91,14 +95,15 @@ def test_first_values_are_those_of_flash_linear_attention():
     assert 0.001 <= steps.min() <= steps.max() <= 0.1001
     assert 0.0099 <= of["0.A_log"].exp().min() <= of["0.A_log"].exp().max() <= 16
     assert of["0.convolution.weight"].std().item() == pytest.approx(0.5 / 3**0.5, rel=0.1)
-    assert of["0.query_key_value_gate.weight"].std().item() == pytest.approx(0.02, rel=0.1)
+    assert of["0.query_key_value.weight"].std().item() == pytest.approx(0.02, rel=0.1)
     assert torch.equal(of["0.norm.weight"], torch.ones(8))
 
 
 @torch.no_grad()
 def test_decoding_in_pieces_is_the_whole_pass_also_of_chosen_texts():
     ids = torch.randint(50, (3, 141))
-    for settings in (["pos_emb=kerple_log"], ["pos_emb=fox", "allow_neg_eigval=true"]):
+    other = ["linear_num_key_heads=2", "linear_num_value_heads=4"]
+    for settings in (["pos_emb=kerple_log", *other], ["pos_emb=fox", "allow_neg_eigval=true"]):
         gpt = model(*settings)
         expected = gpt(ids)
         found = in_pieces(gpt, ids, [1, 5, 64, 1, 1, 5, 64])
@@ -127,14 +132,16 @@ def test_a_pattern_of_attention_alone_is_the_model_without_it():
 
 
 def test_numbers_and_operations_of_a_hybrid_are_counted():
-    for words in ([], ["pos_emb_shared=false", "pos_emb=kerple_log"], ["qk_norm=true"]):
+    heads = [f"{key}={number}" for key, number in OTHER_HEADS.items()]
+    for words in ([], ["pos_emb_shared=false", "pos_emb=kerple_log"], ["qk_norm=true"], heads):
         gpt = model(*words)
         counted = parameters(load([], [*HYBRID, *words]), 50)
         assert counted.whole == sum(one.numel() for one in gpt.parameters())
         assert counted.positions == sum(one.numel() for one in gpt.positions.parameters())
     # Two layers have attention, and four a state of 8 x 8 in each of 4 heads.
-    found = attention_flops(Architecture.of(load([], HYBRID).model), keys=100)
-    assert found == 4 * 2 * 32 * 100 + PER_STATE * 4 * (4 * 8 * 8)
+    for words, state in (([], 4 * 8 * 8), (heads, 6 * 12 * 8)):
+        found = attention_flops(Architecture.of(load([], [*HYBRID, *words]).model), keys=100)
+        assert found == 4 * 2 * 32 * 100 + PER_STATE * 4 * state
 
 
 def test_attention_is_probed_in_the_layers_that_have_it():

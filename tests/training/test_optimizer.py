@@ -50,7 +50,7 @@ def test_wsd_stays_at_its_peak_and_decays_by_the_shapes_of_megatron_lm():
 
 MATRICES = {
     "query_key_value.weight",
-    "query_key_value_gate.weight",
+    "gate.weight",
     "dense.weight",
     "dense_h_to_4h.weight",
     "dense_4h_to_h.weight",
@@ -77,7 +77,7 @@ def test_muon_takes_the_steps_of_torch_for_the_layers_matrices_and_adam_those_of
         is_matrix = ".".join(name.split(".")[-2:]) in MATRICES
         kind = "tables" if is_table else "matrices" if is_matrix else "rest"
         by_kind[kind].append(parameter)
-    assert len(by_kind["matrices"]) == 8
+    assert len(by_kind["matrices"]) == 9
     optimizers = [
         torch.optim.Muon(
             by_kind["matrices"],
