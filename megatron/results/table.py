@@ -339,14 +339,19 @@ def _notes(
     for length in sorted(lengths & trained.keys()):
         of_some = f" {length} of {'; '.join(trained[length])}" if len(trained) > 1 else ""
         lines.append(f"* training length{of_some}")
+    for label, group in lines_of.items():
+        numbers = []
+        for length in sorted(lengths):
+            of_all = [row.get("all_perplexity") for row in group if row["length"] == length]
+            mean, std = mean_and_std(of_all)
+            if mean is not None:
+                numbers.append(f"{with_spread(cell(mean), std)} at {length}")
+        if numbers:
+            lines.append(f"{label}: over all targets, key tokens or not: {', '.join(numbers)}")
     for label, group in groups.items():
         facts = _facts(group[0], own)
         if each and facts:
             lines.append(f"{label}: {facts}")
-        whole = [row for row in group if row.get("all_perplexity")]
-        if whole:
-            numbers = [f"{cell(row.get('all_perplexity'))} at {row['length']}" for row in whole]
-            lines.append(f"{label}: over all targets, key tokens or not: {', '.join(numbers)}")
         refused = [row for row in group if quantity.of(row) is None]
         if refused:
             at = ", ".join(str(row["length"]) for row in refused)
