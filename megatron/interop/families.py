@@ -19,9 +19,9 @@ from megatron.config.schema import plain
 from megatron.errors import UserError
 from megatron.model import Architecture, AttentionSettings, options_of_entry
 from megatron.positions import options_of
-from megatron.positions.layers import entries_of
+from megatron.positions.layers import ATTENTION, entries_of
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 BASE, SHARE = "rope_theta", "partial_rotary_factor"
 TRAINING_ALONE = (
     "seq_length",
@@ -51,6 +51,9 @@ class Family:
     written: Mapping[str, Any] = field(default_factory=dict)
     layered: Sequence[str] = ()
     unused: Sequence[str] = ()
+    delta_modules: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    whole: str = ""
+    parts: Mapping[str, str | None] = field(default_factory=dict)
 
     @property
     def known_keys(self) -> set[str]:
@@ -87,11 +90,17 @@ class Family:
                 value = self.values[key][value]
             settings |= dict.fromkeys(ours, value)
 
-        # Layers may have a window, or not.
+        # Layers may have a window, or not; or a state in the place of attention.
         window = theirs.get("sliding_window") if theirs.get("use_sliding_window", True) else None
         kinds = theirs.get("layer_types") or [SLIDING]
-        if not {SLIDING, FULL} >= {*kinds}:
-            raise UserError(f"layer_types: must name {SLIDING} or {FULL} for each layer")
+        other = LINEAR if self.delta_modules else SLIDING
+        if not {other, FULL} >= {*kinds}:
+            raise UserError(f"layer_types: must name {other} or {FULL} for each layer")
+        if LINEAR in kinds:
+            names = ["gated_delta" if kind == LINEAR else ATTENTION for kind in kinds]
+            settings |= one_or_pattern("layers", "layers", names)
+        else:
+            settings = {key: settings[key] for key in settings if not key.startswith("linear_")}
         windows = [window if kind == SLIDING else None for kind in kinds]
         settings |= one_or_pattern("window", "window_layers", windows)
 
@@ -138,10 +147,14 @@ class Family:
 
         window = next((one for one in ours["window"] if one is not None), None)
         turning = [int("none" not in entry) for entry in ours["pos_emb"]]
+        kinds = [FULL if one is None else SLIDING for one in ours["window"]]
+        for layer, kind in enumerate(ours["layers"]):
+            if kind != ATTENTION:
+                kinds[layer] = LINEAR
         layers: dict[str, Any] = {
             "sliding_window": window,
             "use_sliding_window": window is not None,
-            "layer_types": [FULL if one is None else SLIDING for one in ours["window"]],
+            "layer_types": kinds,
             "no_rope_layers": turning,
         }
         theirs |= {key: layers[key] for key in self.layered if key in layers}
@@ -169,13 +182,15 @@ class Family:
             raise UserError(f"{self.architecture} is another model: {'; '.join(reasons)}")
         return theirs
 
-    def places(self, layers: int) -> Iterator[tuple[str, list[str], "MatrixForm"]]:
+    def places(self, model: Architecture) -> Iterator[tuple[str, list[str], "MatrixForm"]]:
         """(our module, their modules, the form between them) of every module of a model."""
-        for ours, (form, *names) in self.modules.items():
-            for layer in range(layers if ".N." in ours else 1):
-                number = f".{layer}."
-                theirs = [self.trunk + name.replace(".N.", number) for name in names]
-                yield ours.replace(".N.", number), theirs, FORMS[form]
+        for layer, kind in enumerate(model.kinds):
+            number = f".{layer}."
+            modules = self.modules if kind == ATTENTION else {**self.modules, **self.delta_modules}
+            for ours, (form, *names) in modules.items():
+                if layer == 0 or ".N." in ours:
+                    theirs = [self.trunk + name.replace(".N.", number) for name in names]
+                    yield ours.replace(".N.", number), theirs, FORMS[form]
         yield "final_linear", [self.head[0]], FORMS["same"]
 
 
@@ -219,8 +234,14 @@ def function_of(config: Config) -> dict[str, Any]:
             options["original_length"] = options["original_length"] or model.seq_length
         encodings.append({entry.name: options})
     attention = AttentionSettings.of(config.attention)
+    key_heads, heads, key_dim, value_dim = model.delta_sizes
     keys = {
         **asdict(model),
+        "layers": model.kinds,
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": key_dim,
+        "linear_value_head_dim": value_dim,
         "num_key_value_heads": model.key_heads,
         "head_dim": model.features_of_head,
         "intermediate_size": model.mlp_width,
@@ -236,6 +257,8 @@ def function_of(config: Config) -> dict[str, Any]:
 
 
 # --- Weights ---
+
+ENDINGS = (".weight", ".bias", "")  # of a module's numbers; "": the module is a number itself
 
 
 class MatrixForm(NamedTuple):
@@ -295,12 +318,12 @@ def read_weights(
 ) -> dict[str, Tensor]:
     """The weights of our model, by our names, from those of theirs."""
     weights: dict[str, Tensor] = {}
-    for ours, modules, form in family.places(model.num_layers):
-        for kind in ("weight", "bias"):
-            names = [f"{module}.{kind}" for module in modules]
+    for ours, modules, form in family.places(model):
+        for ending in ENDINGS:
+            names = [module + ending for module in modules]
             if names[0] in theirs:
                 parts = [theirs[name] for name in names]
-                weights[f"{ours}.{kind}"] = form.ours(parts, model).contiguous()
+                weights[ours + ending] = form.ours(parts, model).contiguous()
     return weights
 
 
@@ -309,12 +332,12 @@ def write_weights(
 ) -> dict[str, Tensor]:
     """Their weights, under the names of their files, from those of our model."""
     weights: dict[str, Tensor] = {}
-    for name, modules, form in family.places(model.num_layers):
-        for kind in ("weight", "bias"):
-            if f"{name}.{kind}" in ours:
-                parts = form.theirs(ours[f"{name}.{kind}"], model)
+    for name, modules, form in family.places(model):
+        for ending in ENDINGS:
+            if name + ending in ours:
+                parts = form.theirs(ours[name + ending], model)
                 for module, part in zip(modules, parts, strict=True):
-                    weights[f"{module}.{kind}"] = part.contiguous()
+                    weights[module + ending] = part.contiguous()
     return weights
 
 

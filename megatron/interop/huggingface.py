@@ -43,7 +43,18 @@ def open_folder(folder: Path) -> tuple[GPT, Config]:
     check_memory(folder, config, vocab, BYTES)
     model = from_config(config, vocab=vocab)
     architecture = Architecture.of(config.model)
-    theirs = read_tensors(folder)
+    theirs = {}
+    left = set()
+    for name, tensor in read_tensors(folder).items():
+        part = next((part for part in family.parts if name.startswith(part)), "")
+        trunk = family.parts.get(part, "")
+        if trunk is None:
+            left.add(f"{part}*")
+        else:
+            theirs[trunk + name.removeprefix(part)] = tensor
+    if left:
+        names = ", ".join(sorted(left))
+        logger.warning("%s: %s left out: the text model alone is read", folder, names)
     shapes = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
     expected = write_weights(family, shapes, architecture)
 
@@ -87,12 +98,17 @@ def read_settings(folder: Path) -> tuple[Family, Config, int]:
     place = folder / SETTINGS
     theirs = read_json(place)
     names = theirs.get("architectures")
-    family = FAMILIES.get(names[0]) if isinstance(names, list) and len(names) == 1 else None
+    families = FAMILIES | {family.whole: family for family in FAMILIES.values() if family.whole}
+    family = families.get(names[0]) if isinstance(names, list) and len(names) == 1 else None
     if family is None:
         raise UserError(
             f"{place}: architectures: {names!r} is not offered; known are {', '.join(FAMILIES)},"
             " and PositionsGPTForCausalLM with the checkpoint.json and config.yml of its export"
         )
+    if names == [family.whole]:
+        theirs = theirs.get("text_config")
+        if not isinstance(theirs, dict):
+            raise UserError(f"{place}: text_config: holds no keys - copy it again")
     known = family.known_keys | IGNORED_HF_KEYS
     unset = (None, False, {}, [])
     unknown = [key for key in theirs if key not in known and theirs[key] not in unset]

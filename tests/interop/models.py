@@ -107,6 +107,12 @@ SIZES = {
 GROUPED = {**SIZES, "num_key_value_heads": 2}
 GPT_2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 320}
 DENSE = {"num_experts": 0, "layer_types": ["full_attention"] * 2}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 500000.0}
 YARN = {"beta_fast": 16.0, "truncate": False, "attention_factor": 1.2}
@@ -169,14 +175,24 @@ CASES = {
         "Qwen3Next",
         {**GROUPED, **DENSE, "head_dim": 24, "attention_bias": True},
     ),
+    "qwen3.5": ("Qwen3_5", {**GROUPED, **DELTA, "num_hidden_layers": 4, "head_dim": 16}),
+    "qwen3.5 tied, biases": (
+        "Qwen3_5",
+        {
+            **{**GROUPED, **DELTA, "linear_num_value_heads": 2, "num_hidden_layers": 3},
+            **{"tie_word_embeddings": True, "attention_bias": True, "head_dim": 16},
+            "layer_types": ["full_attention", "linear_attention", "full_attention"],
+        },
+    ),
 }
 HEAD = {"GPT2": "LMHeadModel"}
+CONFIG = {"Qwen3_5": "Qwen3_5TextConfig"}
 
 
 def of_theirs(case: str) -> transformers.PreTrainedModel:
     """One of their models."""
     name, settings = CASES[case]
-    config = getattr(transformers, f"{name}Config")(
+    config = getattr(transformers, CONFIG.get(name, f"{name}Config"))(
         **settings, bos_token_id=0, eos_token_id=0, pad_token_id=None
     )
     torch.manual_seed(3)

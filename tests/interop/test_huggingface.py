@@ -35,6 +35,7 @@ from tests.interop.models import (
     of_theirs,
     random_ids,
     rope,
+    spread,
     words_tokenizer,
 )
 from tests.support import ROOT, call
@@ -65,7 +66,10 @@ def test_logits_and_gradients_are_those_of_hugging_face(case, folder):
     expected = theirs(ids).logits
     logits = ours(ids)
     assert expected.std() > 0.3
-    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
+    # Three layers of the delta rule multiply rounding: their own numbers in float32 and float64
+    # differ by 5e-5 in logits, and by 4e-4 of the largest in gradients.
+    atol, rtol_of_gradients = (1e-4, 2e-3) if case == "qwen3.5" else (2e-5, 1e-4)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=atol)
     direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     (expected * direction).sum().backward()
     (logits * direction).sum().backward()
@@ -80,7 +84,7 @@ def test_logits_and_gradients_are_those_of_hugging_face(case, folder):
     for name, parameter in ours.named_parameters():
         expected_gradient = expected_gradients[name] - constants[name]
         difference = (parameter.grad - expected_gradient).abs().max()
-        assert difference <= 1e-4 * expected_gradient.abs().max(), name
+        assert difference <= rtol_of_gradients * expected_gradient.abs().max(), name
 
 
 @torch.no_grad()
@@ -106,15 +110,19 @@ def test_a_method_gives_the_logits_of_a_config_with_that_scaling(folder, tmp_pat
 def test_ours_goes_back_bit_for_bit(case, folder):
     family, config, vocab = read_settings(folder(case))
     model, _ = open_model(folder(case))
-    back = write_weights(family, model.state_dict(), Architecture.of(config.model))
+    architecture = Architecture.of(config.model)
+    back = write_weights(family, model.state_dict(), architecture)
+    again = read_weights(family, back, architecture)
+    assert all(torch.equal(again[name], one) for name, one in model.state_dict().items())
     there = load_file(folder(case) / "model.safetensors")
     assert back.keys() == there.keys()
     for name, weight in there.items():
-        # Qwen3-Next's norms are 1 + weight, which rounds.
-        atol = 1e-7 if case == "qwen3 next" and name.endswith("norm.weight") else 0
+        # Norms of Qwen3-Next and Qwen3.5 are 1 + weight, which rounds.
+        rounded = case.startswith(("qwen3 next", "qwen3.5")) and name.endswith("norm.weight")
+        atol = 1e-7 if rounded else 0
         torch.testing.assert_close(back[name], weight, rtol=0, atol=atol)
     assert vocab == VOCAB == padded_vocab(VOCAB, config.model.make_vocab_size_divisible_by)
-    theirs = getattr(transformers, f"{CASES[case][0]}Config")
+    theirs = type(of_theirs(case).config)
     written = theirs(**family.config_of(config, vocab)).to_dict()
     original = theirs.from_pretrained(folder(case)).to_dict()
     free = {"bos_token_id", "eos_token_id", "dtype", "_name_or_path", *SAME_OTHERWISE}
@@ -126,6 +134,12 @@ def test_ours_goes_back_bit_for_bit(case, folder):
 def test_other_spellings_are_the_same_model(folder, tmp_path):
     llama3 = {**SCALED, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "type": "llama3"}
     yarn = {"type": "yarn", "finetuned": True, **SCALED}
+    images = {"mrope_section": [1, 1, 0], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
+    published = {
+        **rope("default", rope_theta=10000.0, **images),
+        **{"layer_types": None, "full_attention_interval": 4, "attn_output_gate": True},
+        **{"mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1},
+    }
     old_gpt2 = {"_num_labels": 1, "n_special": 0, "predict_special_tokens": True}
     for number, (case, changes) in enumerate(
         (
@@ -133,6 +147,7 @@ def test_other_spellings_are_the_same_model(folder, tmp_path):
             ("llama3", {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": llama3}),
             ("llama yarn", {"rope_parameters": None, "rope_scaling": yarn}),
             ("gpt2", old_gpt2),
+            ("qwen3.5", published),
         )
     ):
         model, config = open_model(folder(case))
@@ -145,6 +160,27 @@ def test_other_spellings_are_the_same_model(folder, tmp_path):
         theirs = transformers.AutoModelForCausalLM.from_pretrained(place)
         ids = random_ids(24)
         torch.testing.assert_close(open_model(place)[0](ids), theirs(ids).logits, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_of_a_model_of_text_and_images_the_text_model_is_read(tmp_path, caplog):
+    """Published folders of Qwen3.5 have it beside a tower for images and a head for training."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2}
+    config = transformers.Qwen3_5Config(
+        text_config=CASES["qwen3.5"][1],
+        vision_config={**sizes, "out_hidden_size": 32, "patch_size": 4},
+    )
+    theirs = transformers.Qwen3_5ForConditionalGeneration(config)
+    spread(theirs)
+    theirs.eval().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({**weights, "mtp.fc.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    ours, _ = open_model(tmp_path)
+    for length in (1, 40, 64, 300):  # chunks of the delta rule have 64 tokens
+        ids = random_ids(length)
+        torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=0, atol=1e-4)
+    assert "model.visual.*, mtp.* left out: the text model alone is read" in caplog.text
+    assert compared_with_transformers(tmp_path, ours)["largest_difference"] <= 1e-4
 
 
 @torch.no_grad()
@@ -186,8 +222,8 @@ REFUSED = (
     ),
     (
         "llama",
-        {"rope_parameters": {"rope_type": "default", "mrope_section": [1]}},
-        r"rope_parameters.mrope_section: \[1\] is not offered",
+        {"rope_parameters": {"rope_type": "default", "rows": [1]}},
+        r"rope_parameters.rows: \[1\] is not offered",
     ),
     ("qwen2 window", {"layer_types": ["full_attention", "chunked_attention"]}, "config.json: "),
     ("smollm3", {"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000 is not a number of 1"),
@@ -201,6 +237,26 @@ REFUSED = (
     ("llama", {"mlp_bias": True}, r"mlp.gate_proj.bias missing"),
     ("qwen3 next", {"num_experts": 512}, "num_experts: 512 changes what the model computes"),
     ("qwen3 next", {"layer_types": None}, "layer_types: must name sliding_attention or full_att"),
+    ("qwen3.5", {"linear_conv_kernel_dim": 2}, "linear_conv_kernel_dim: 2 changes what the model"),
+    ("qwen3.5", {"linear_num_value_heads": 3}, "linear_num_value_heads: 3 is no multiple of the 2"),
+    (
+        "qwen3.5",
+        {"num_experts": 4, "mlp_bias": True},
+        "mlp_bias, num_experts: not known for Qwen3_5",
+    ),
+    ("qwen3.5", {"hidden_act": "gelu"}, "hidden_act: 'gelu' is not offered; open"),
+    (
+        "qwen3.5",
+        {"layer_types": ["sliding_attention"] * 4},
+        "layer_types: must name linear_attention or full_attention for each layer",
+    ),
+    ("qwen3.5", {"layer_types": ["linear_attention"] * 4}, "layers: no layer has attention"),
+    ("qwen3.5", {"architectures": ["Qwen3_5MoeForCausalLM"]}, r"\['Qwen3_5Moe.* is not offered"),
+    (
+        "qwen3.5",
+        {"architectures": ["Qwen3_5ForConditionalGeneration"]},
+        "text_config: holds no keys - copy it again",
+    ),
 )
 
 
