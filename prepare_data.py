@@ -28,9 +28,9 @@ from megatron.data.readers import MB, READERS, Corpus, Files, Limits
 from megatron.data.tokenizers.build import KINDS
 from megatron.data.tokens import verify
 from megatron.errors import UserError
-from megatron.files import write_output
+from megatron.files import atomic_write, check_output
 from megatron.parallel.machine import total_memory
-from megatron.splits import PARTS
+from megatron.splits import PARTS, TASK_PREFIX
 from megatron.strict_yaml import parse
 
 HUB = "hf:"  # before the name of a data set
@@ -154,7 +154,7 @@ def _kind(options: argparse.Namespace) -> str:
         kind = "--input"
     elif options.corpus.startswith(HUB):
         kind = "a data set of the hub"
-    elif options.corpus.startswith(tasks.PREFIX):
+    elif options.corpus.startswith(TASK_PREFIX):
         kind = "a task"
     for name in NOT_FOR[kind]:
         if getattr(options, name) is not None:
@@ -170,7 +170,7 @@ def _write_problems(options: argparse.Namespace) -> str:
         task_args = dict(parse(options.task_args or "{}"))
     except (TypeError, ValueError) as fault:
         raise UserError(f"--task-args: {fault} - write such as '{{group: S3}}'") from None
-    text = tasks.TaskText(options.corpus.removeprefix(tasks.PREFIX), task_args)
+    text = tasks.TaskText(options.corpus.removeprefix(TASK_PREFIX), task_args)
     part, count = options.split or "train", options.documents
     if part not in PARTS or count is None:
         raise UserError(
@@ -180,8 +180,10 @@ def _write_problems(options: argparse.Namespace) -> str:
     name = options.name or text.name
     file = options.data_dir / name / f"{name}.jsonl"
     seed = Training.model_fields["seed"].default
-    lines = [f"{line}\n" for line in text.lines(part, options.length or LENGTH, seed, count)]
-    write_output(file, "".join(lines).encode(), MARK if options.overwrite else None)
+    check_output(file, MARK if options.overwrite else None)
+    with atomic_write(file) as temporary, temporary.open("w", encoding="utf-8") as lines:
+        for line in text.lines(part, options.length or LENGTH, seed, count):
+            lines.write(f"{line}\n")
     return f"{file}: {count:,} {part} problems of {text.prefix}"
 
 

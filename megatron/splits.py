@@ -1,10 +1,11 @@
-"""The shares of a corpus for training, validation and test, as the key `split` gives them."""
+"""What a corpus is split into, and the shares of each part, as the key `split` gives them."""
 
 import math
 
 from megatron.errors import UserError
 
 PARTS = ("train", "valid", "test")
+TASK_PREFIX = "task:"  # before the name of a task in data_path, which holds out problems itself
 
 
 def parse_split(split: str) -> tuple[float, float, float]:

@@ -36,7 +36,7 @@ from megatron.positions.layers import (
     name_of_layers,
 )
 from megatron.positions.outline import Outline
-from megatron.splits import PARTS, parse_split
+from megatron.splits import PARTS, TASK_PREFIX, parse_split
 
 OF_GATED_DELTA = (
     "allow_neg_eigval",
@@ -217,7 +217,7 @@ def _training(model: Model, data: Data, training: Training, parallel: Parallel) 
         " seq_length; end it earlier",
     )
     yield (
-        before and (data.data_path or "").startswith("task:"),
+        before and (data.data_path or "").startswith(TASK_PREFIX),
         f"{key}: cuts windows, and a window of a task is one problem; drop it",
     )
     yield (
@@ -313,7 +313,7 @@ def _data(data: Data, training: Training) -> Faults:
         f" as train_data_paths: [{path}]",
     )
     yield (
-        data.task_args and not (path or "").startswith("task:"),
+        data.task_args and not (path or "").startswith(TASK_PREFIX),
         "task_args: belong to a task; give data_path=task:NAME beside them",
     )
     yield (

@@ -23,6 +23,7 @@ from megatron.config.yaml_files import Nested, find_file, merge, read_file, read
 from megatron.errors import UserError
 from megatron.files import read_small
 from megatron.positions import FILES, REGISTRY, load_file, options_of, syntax_fingerprint
+from megatron.splits import TASK_PREFIX
 
 COMMAND_LINE = "command line"
 DATA_PATHS = ("data_path", *CORPORA)
@@ -95,7 +96,7 @@ def load(
         report.fault(contradiction("train_iters", "train_epochs"))
     if merged.get("train_data_paths") and "split" in chosen:
         report.no_effect("split", "corpora of train_data_paths are whole")
-    if str(merged.get("data_path")).startswith("task:") and "split" in chosen:
+    if str(merged.get("data_path")).startswith(TASK_PREFIX) and "split" in chosen:
         report.no_effect("split", "a task holds out problems itself")
     sections = _sections(merged, report)
     if code is None and merged.get(USER_FILE) and not is_registered:

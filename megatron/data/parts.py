@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from megatron.config.schema import Data
 from megatron.data.loader import Indexable
 from megatron.data.samples import Samples, build_split, windows_of_an_epoch
-from megatron.data.tasks import PREFIX, TaskText
+from megatron.data.tasks import TaskText
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
-from megatron.splits import PARTS
+from megatron.splits import PARTS, TASK_PREFIX
 
 WHOLE = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}  # the split that is all of a part
 BLOCK = 2048  # windows whose turns are kept
@@ -88,8 +88,8 @@ def open_parts(data: Data, names: Iterable[str] = PARTS) -> dict[str, Part]:
 
     UserError for a token file that is missing or damaged, and where no part of `names` has text.
     """
-    if (data.data_path or "").startswith(PREFIX):
-        task = TaskText(str(data.data_path).removeprefix(PREFIX), data.task_args)
+    if (data.data_path or "").startswith(TASK_PREFIX):
+        task = TaskText(str(data.data_path).removeprefix(TASK_PREFIX), data.task_args)
         return {name: Part(name, (cast(TokenFile, task),), data.split) for name in names}
     if not any(getattr(data, f"{name}_data_paths") for name in PARTS):
         tokens = TokenFile.open(data.data_path or "")

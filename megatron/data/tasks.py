@@ -26,9 +26,8 @@ from numpy.typing import NDArray
 
 from megatron.data.tokenizers.tokenizer import Tokenizer, hash_of
 from megatron.errors import UserError, did_you_mean
-from megatron.splits import PARTS
+from megatron.splits import PARTS, TASK_PREFIX
 
-PREFIX = "task:"  # before the name of a task in data_path
 PADDING = "<pad>"
 ENDLESS = 1 << 40  # problems
 HELD_OUT = {0: "test", 1: "valid"}  # of eight problems; the others are trained on
@@ -69,12 +68,12 @@ TASKS: dict[str, Task] = {}
 
 def listing() -> str:
     """One line for each task: its name, what it is, and its options with their defaults."""
-    width = max(map(len, TASKS)) + len(PREFIX)
+    width = max(map(len, TASKS)) + len(TASK_PREFIX)
     lines = []
     for name, one in TASKS.items():
         options = ", ".join(f"{key}: {value}" for key, value in one.defaults.items())
         about = f"{one.title} | task_args {{{options}}}" if options else one.title
-        lines.append(f"{PREFIX + name:{width}} | {about}")
+        lines.append(f"{TASK_PREFIX + name:{width}} | {about}")
     return "\n".join(lines)
 
 
@@ -464,7 +463,7 @@ class TaskText:
 
     @property
     def prefix(self) -> Path:
-        return Path(f"{PREFIX}{self.name}")
+        return Path(f"{TASK_PREFIX}{self.name}")
 
     @cached_property
     def meta(self) -> dict[str, Any]:

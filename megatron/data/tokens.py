@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 from pydantic import AfterValidator, BaseModel, Field
 
-from megatron.data.tasks import PREFIX
 from megatron.data.token_index import LARGEST_CARD, REMAKE, Stored, read_index, write_index
 from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.errors import CONTROL, UserError, in_words
@@ -24,6 +23,7 @@ from megatron.files import (
     read_small,
     sha256_of,
 )
+from megatron.splits import TASK_PREFIX
 from megatron.strict_json import parse
 
 PIECE = 1 << 22  # ids of a document that are in memory at once
@@ -88,7 +88,7 @@ class TokenFile:
         compared with the sha256 in PREFIX.json, `verify` does it with any.
         """
         place = str(prefix)
-        if place.startswith(PREFIX):
+        if place.startswith(TASK_PREFIX):
             raise UserError(
                 f"data_path: {place} is a task, which has no files - train.py and evaluate.py alone"
                 f" read it, as data_path: {place}"

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from megatron.data.samples import build_split, split_documents
-from megatron.data.tasks import PREFIX, TaskText
+from megatron.data.tasks import TaskText
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.results.row import BLOCK, TASK
+from megatron.splits import TASK_PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -383,7 +384,7 @@ OF_DOCUMENTS = ("paper", "within_document", TASK)
 
 def usual_protocol(prefix: Path | str | None) -> str:
     """The protocol of a text or a task, where none is asked for."""
-    return TASK if str(prefix).startswith(PREFIX) else "equal_tokens"
+    return TASK if str(prefix).startswith(TASK_PREFIX) else "equal_tokens"
 
 
 PROTOCOLS: dict[str, Callable[[Request], list[Windows]]] = {
