@@ -20,10 +20,10 @@ from megatron.config.load import DATA_PATHS
 from megatron.config.schema import as_list
 from megatron.config.yaml_files import read_overrides
 from megatron.data.corpora.recipes import corpus_names
-from megatron.data.tasks import PREFIX
 from megatron.errors import UserError
 from megatron.evaluation.options import number
 from megatron.parallel.machine import in_bytes
+from megatron.splits import TASK_PREFIX
 from megatron.sweeps.cells import (
     State,
     Sweep,
@@ -167,7 +167,7 @@ def absent_data(sweep: Sweep, states: Sequence[State]) -> list[str]:
                 prefixes.update(as_list(cell.config[key]))
     lines = []
     for prefix in sorted(prefixes):
-        if not prefix.startswith(PREFIX) and not Path(f"{prefix}.idx").exists():
+        if not prefix.startswith(TASK_PREFIX) and not Path(f"{prefix}.idx").exists():
             name = Path(prefix).name.removesuffix("_text_document")
             command = f"python prepare_data.py {name} (sizes: --list)"
             if name not in corpus_names():
