@@ -29,6 +29,7 @@ SETTINGS = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"  # the list of shards
 LONGEST = 10_000_000  # bytes of config.json and of the list of shards
+OF_WHOLE = {"tie_word_embeddings", "quantization_config"}  # keys beside text_config that count
 MOST = {"vocab_size": LONGEST, "num_hidden_layers": 1000, "n_layer": 1000}
 BYTES = 8  # of a weight while it is read: theirs and ours in float32
 
@@ -106,9 +107,10 @@ def read_settings(folder: Path) -> tuple[Family, Config, int]:
             " and PositionsGPTForCausalLM with the checkpoint.json and config.yml of its export"
         )
     if names == [family.whole]:
-        theirs = theirs.get("text_config")
+        whole, theirs = theirs, theirs.get("text_config")
         if not isinstance(theirs, dict):
             raise UserError(f"{place}: text_config: holds no keys - copy it again")
+        theirs |= {key: whole[key] for key in OF_WHOLE & whole.keys()}
     known = family.known_keys | IGNORED_HF_KEYS
     unset = (None, False, {}, [])
     unknown = [key for key in theirs if key not in known and theirs[key] not in unset]

@@ -258,10 +258,10 @@ def files_in(place: Path) -> TokenizerSource | None:
 
 
 def compared_with_transformers(folder: Path, model: GPT) -> dict[str, Any]:
-    """The logits of transformers' own class for random tokens beside those of `model`.
+    """The logits of the class that a folder names for random tokens beside those of `model`.
 
-    No code of the folder is run. Raises UserError if that class does not take the folder, or if
-    logits differ by more than TOLERANCE.
+    The folder is one that `model` was read from. No code of it is run. Raises UserError if
+    transformers' class does not take the folder, or if logits differ by more than TOLERANCE.
     """
     needed = BYTES * sum(parameter.numel() for parameter in model.parameters())
     if needed > total_memory():
@@ -269,12 +269,12 @@ def compared_with_transformers(folder: Path, model: GPT) -> dict[str, Any]:
         return {"reason": f"both models need {in_bytes(needed)}, and there are {memory} of memory"}
     import transformers  # only here: importing it takes seconds
 
-    family = huggingface.read_settings(folder)[0]
+    (architecture,) = huggingface.read_json(folder / huggingface.SETTINGS)["architectures"]
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    program = f"transformers {transformers.__version__} {family.architecture}"
+    program = f"transformers {transformers.__version__} {architecture}"
     try:
-        theirs = getattr(transformers, family.architecture).from_pretrained(
+        theirs = getattr(transformers, architecture).from_pretrained(
             folder,
             dtype=torch.float32,
             local_files_only=True,
