@@ -28,7 +28,7 @@ from megatron.data.readers import MB, READERS, Corpus, Files, Limits
 from megatron.data.tokenizers.build import KINDS
 from megatron.data.tokens import verify
 from megatron.errors import UserError
-from megatron.files import atomic_write, check_output
+from megatron.files import write_output
 from megatron.parallel.machine import total_memory
 from megatron.splits import PARTS, TASK_PREFIX
 from megatron.strict_yaml import parse
@@ -180,10 +180,9 @@ def _write_problems(options: argparse.Namespace) -> str:
     name = options.name or text.name
     file = options.data_dir / name / f"{name}.jsonl"
     seed = Training.model_fields["seed"].default
-    check_output(file, MARK if options.overwrite else None)
-    with atomic_write(file) as temporary, temporary.open("w", encoding="utf-8") as lines:
-        for line in text.lines(part, options.length or LENGTH, seed, count):
-            lines.write(f"{line}\n")
+    lines = text.lines(part, options.length or LENGTH, seed, count)
+    mark = MARK if options.overwrite else None
+    write_output(file, (f"{line}\n".encode() for line in lines), mark)
     return f"{file}: {count:,} {part} problems of {text.prefix}"
 
 

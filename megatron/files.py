@@ -8,7 +8,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from io import FileIO
@@ -116,20 +116,24 @@ def check_output(path: Path, mark: bytes | None = None) -> None:
         )
 
 
-def write_output(path: Path, content: bytes, mark: bytes | None = None) -> None:
+def write_output(path: Path, content: bytes | Iterable[bytes], mark: bytes | None = None) -> None:
     """Write an output where a user wants it: a new file, or one with the mark is replaced.
 
-    A device or a pipe is written through. Raises what `check_output` does.
+    content: whole, or in pieces, each of which is written before the next is asked for. A device or
+    a pipe is written through. Raises what `check_output` does.
     """
     check_output(path, mark)
+    pieces = [content] if isinstance(content, bytes) else content
     file = stream(path)
     if file is None:
-        with atomic_write(Path(os.path.realpath(path))) as temporary:
-            temporary.write_bytes(content)
+        place = Path(os.path.realpath(path))
+        with atomic_write(place) as temporary, temporary.open("wb") as output:
+            output.writelines(pieces)
         return
     try:
-        while content:
-            content = content[file.write(content) :]
+        for piece in pieces:
+            while piece:
+                piece = piece[file.write(piece) :]
     except OSError as fault:
         if fault.errno in FULL:
             fault.filename = str(path)
