@@ -29,6 +29,7 @@ from megatron.results.labels import kinds, runs, sections
 from megatron.results.row import TASK, Row, trained_length
 from megatron.results.statistics import half_octaves
 from megatron.results.table import GUESSES, TOKENS_RIGHT, cell, mean_and_std, setting, starred
+from megatron.splits import TASK_PREFIX
 
 GREY = "#666666"
 WIDE = 4  # a logarithmic axis from this ratio of largest to smallest value on
@@ -348,7 +349,7 @@ def draw_accuracy(texts: Mapping[str, Groups], title: str = "") -> Figure:
             axes.tick_params(length=0, labelleft=number % across == 0)
             axes.spines[:].set_visible(False)
             axes.set_xlabel("length (tokens), * in training")
-            words = heading.removeprefix("task:")
+            words = heading.removeprefix(TASK_PREFIX)
             if guess := GUESSES.get(rows[0].get("corpus") or ""):
                 words = f"{words} (guessing: {guess} %)"
             axes.set_title(words, loc="left")
