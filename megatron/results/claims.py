@@ -33,7 +33,6 @@ from megatron.results.statistics import (
     values_needed,
 )
 from megatron.results.table import Table
-from megatron.splits import TASK_PREFIX
 from megatron.strict_yaml import parse
 
 GRAMMAR = """\
@@ -298,7 +297,7 @@ def _chosen(rows: Sequence[Row], side: Side, quantity: str) -> Sequence[Row]:
 
     def fulfils(row: Row, condition: str) -> bool:
         corpus = row.get("corpus") or ""
-        words = {corpus, corpus.removeprefix(TASK_PREFIX), row.get("part"), row.get("protocol")}
+        words = {corpus, corpus.removeprefix("task:"), row.get("part"), row.get("protocol")}
         return condition in words | facts_of(row)
 
     def has_quantity(row: Row) -> bool:
