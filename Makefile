@@ -17,7 +17,7 @@ INSTALLED := $(VENV)/installed
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-data demo-mep_free demo-rotary test test-docs gpu-check fuzz faults results results-cpu results-tasks results-context encodings lint format docs clean
+.PHONY: demo demo-data demo-mep_free demo-rotary test test-docs gpu-check fuzz faults results results-cpu results-tasks results-context results-recipe encodings lint format docs clean
 
 # Everything goes through the commands that a user types. The results are in demo/; an interrupted demo continues where
 # it was. Both encodings are trained at the same time, each on its share of the cores.
@@ -81,6 +81,7 @@ faults: $(INSTALLED)
 #   make results PART=cpu       (the default) eight encodings on the corpus `environment`, with probes: five hours of one core
 #   make results PART=tasks     fourteen encodings on nine tasks: seven hours of one core
 #   make results PART=context   twelve encodings that copy from beyond their training length: nine hours of one core
+#   make results PART=recipe    five encodings under eight recipes on code and two tasks: seven hours of one core
 #   make results PART="cpu tasks"
 PART ?= cpu
 SWEEP = runs/sweeps/$(@:results-%=%)
@@ -101,14 +102,15 @@ results-cpu: $(INSTALLED)
 	done
 	$(REPORT) $(SWEEP)/probes/*.jsonl
 
-CONTEXT = repeats/repeats_text_document environment/environment_text_document
+CONTEXT = data/context/context_text_document
 
-results-context: $(INSTALLED)
+$(CONTEXT).idx: | $(INSTALLED)
 	$(PY) prepare_data.py environment --vocab-size 1024
 	$(PY) prepare_data.py repeats -t HFTokenizer --vocab-file data/environment/tokenizer.json
-	test -f data/context/context_text_document.idx || \
-		$(PY) tools/merge_data.py $(addprefix data/,$(CONTEXT)) -o data/context/context_text_document
-	$(PY) tools/sweep.py run configs/sweeps/context.yml --jobs 2
+	$(PY) tools/merge_data.py data/repeats/repeats_text_document data/environment/environment_text_document -o $(CONTEXT)
+
+results-context results-recipe: $(CONTEXT).idx
+	$(PY) tools/sweep.py run configs/sweeps/$(@:results-%=%).yml --jobs 2
 	$(REPORT)
 
 results-tasks: $(INSTALLED)

@@ -52,7 +52,7 @@ def test_a_failed_installation_leaves_no_stamp(tmp_path):
 
 def test_the_results_are_made_by_scripts_of_this_project_and_probe_runs_of_the_sweep():
     printed = {}
-    for part in ("cpu", "tasks", "context"):
+    for part in ("cpu", "tasks", "context", "recipe"):
         words = ["make", "-n", "results", f"PART={part}"]
         printed[part] = subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout
         assert f"configs/sweeps/{part}.yml" in printed[part]
