@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.support import ROOT
-from tools import claims, show_results
+from tools import claims, compare, show_results
 
-COMMAND = re.compile(r"^    python tools/(claims|show_results)\.py (.+)\n[^#]*(?=\n## |\Z)", re.M)
+COMMAND = re.compile(
+    r"^    python tools/(claims|compare|show_results)\.py (.+)\n[^#]*(?=\n## |\Z)", re.M
+)
 
 
 def rewritten(page: Path, output: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -18,9 +20,11 @@ def rewritten(page: Path, output: Path, capsys: pytest.CaptureFixture[str]) -> s
     def with_output(found: re.Match[str]) -> str:
         tool, line = found.groups()
         words = [path for word in line.split() for path in sorted(glob.glob(word)) or [word]]
-        if tool == "claims":
-            assert claims.main([*words, "-o", str(output)]) == 0
-            table = output.read_text(encoding="utf-8").removeprefix(claims.MARK.decode())
+        if tool in ("claims", "compare"):
+            main = claims.main if tool == "claims" else compare.main
+            output.unlink(missing_ok=True)
+            assert main([*words, "-o", str(output)]) == 0
+            table = re.sub("<!--.*-->", "", output.read_text(encoding="utf-8"))
         else:
             capsys.readouterr()
             assert show_results.main(words) == 0
