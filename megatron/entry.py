@@ -17,7 +17,7 @@ from megatron.config import Config, load
 from megatron.config.document import help_text
 from megatron.config.yaml_files import is_override
 from megatron.errors import visible
-from megatron.parallel.grid import left_at_the_end
+from megatron.parallel.grid import SCHEDULERS, left_at_the_end
 
 NO_EFFECT = ": accepted, has no effect here: "
 FEW = 3  # notes about keys without effect that are printed in full
@@ -153,7 +153,9 @@ def print_notes(notes: Sequence[str]) -> None:
 
 
 def _is_first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+    names = ("RANK", *(rank_name for rank_name, _, _ in SCHEDULERS))
+    ranks = [os.environ[name] for name in names if name in os.environ]
+    return ranks[:1] in ([], ["0"])
 
 
 class _Visible(logging.Formatter):

@@ -7,16 +7,19 @@ import importlib
 import logging
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron.errors import UserError, in_words, visible
+from megatron.parallel.grid import free_port
+from megatron.parallel.launcher import AFTER_A_STOP
 from megatron.sweeps.cells import Cell, Sweep, described, load_sweep, state_of
 from megatron.sweeps.runner import SIGNALS, Runner
 
@@ -34,18 +37,21 @@ class Work:
 
     place: the folder in which `run` was called
     sweep: what load_sweep is given
+    starter: the command that starts a script in every process of the job; (): there is one process
     """
 
     place: Path
     sweep: tuple[Path, Path, tuple[str, ...]]
+    starter: tuple[str, ...] = ()
 
     def __call__(self, name: str) -> None:
         os.chdir(self.place)
         (cell,) = (cell for cell in load_sweep(*self.sweep).cells if cell.name == name)
-        runner = Runner(logger.info, PATIENCE)
+        runner = Runner(logger.info, PATIENCE, self.starter)
+        meeting = {"MASTER_ADDR": socket.gethostname(), "MASTER_PORT": str(free_port())}
         # In this thread: Ray's cancellation does not interrupt the wait for another one.
         with runner.stoppable(*SIGNALS, signal.SIGUSR2):
-            runner.work(cell, {})
+            runner.work(cell, meeting if self.starter else {})
         if runner.stopping == signal.SIGUSR2:  # the time limit: submitit queues the job again
             signal.raise_signal(signal.SIGUSR2)
 
@@ -92,12 +98,20 @@ class Slurm:
     def __init__(self, work: Work, options: dict[str, Any]) -> None:
         if not isinstance(options.get("time"), int):
             raise ValueError("give the limit of one job: --launcher-args time=MINUTES")
-        self.work = work
+        nodes, on_each = options.get("nodes", 1), options.get("ntasks_per_node", 1)
+        if not (isinstance(nodes, int) and isinstance(on_each, int)):
+            raise ValueError("nodes and ntasks_per_node must be whole numbers, such as nodes=2")
+        alone = ("--overlap", "--nodes=1", "--ntasks=1")
+        starter = ("srun", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes * on_each}")
+        starter += (f"--ntasks-per-node={on_each}", f"--wait={AFTER_A_STOP:.0f}")
+        self.work = work if nodes * on_each == 1 else replace(work, starter=starter)
         self.logs = work.sweep[1] / "slurm"
         submitit = importlib.import_module("submitit")
         self.executor = submitit.SlurmExecutor(self.logs, max_num_timeout=TIME_LIMITS)
         others = {"job_name": "sweep", "requeue": True, **options}
-        self.executor.update_parameters(time=options["time"], additional_parameters=others)
+        self.executor.update_parameters(
+            time=options["time"], additional_parameters=others, srun_args=alone
+        )
         # Since 22.05 srun does not take it from sbatch.
         os.environ["SRUN_CPUS_PER_TASK"] = str(options.get("cpus_per_task", 1))
 

@@ -50,12 +50,14 @@ class Runner:
 
     say: shows a line
     patience: seconds in which the owner of a cell may end
+    starter: the command that starts a script in several processes
     stopping: the first signal that has come, 0 for none
     disk_full: whether a cell failed for that: then no other is begun
     """
 
     say: Callable[[str], None]
     patience: float = 0.2
+    starter: tuple[str, ...] = ()
     stopping: int = 0
     disk_full: bool = False
 
@@ -112,7 +114,8 @@ class Runner:
         where = "" if device is None else f" on device {device}"
         self._tell(f"{cell.name}: {words[0]}{where}")
         log = cell.folder / "sweep.log"
-        command = die_with_parent([sys.executable, str(ROOT / words[0]), *words[1:]])
+        script = [*self.starter, sys.executable, str(ROOT / words[0]), *words[1:]]
+        command = die_with_parent(script)
         with log.open("ab") as output:
             start = output.tell()
             # In a group of its own: what a terminal signals, it gets once, from here.
@@ -127,7 +130,9 @@ class Runner:
         terminated = False
         while process.poll() is None:
             if self.stopping and not terminated:
-                process.terminate()  # once: a second ctrl-C would end train.py without saving
+                # Once: a second ctrl-C would end train.py without saving.
+                # SIGUSR1 is passed on by srun, which kills its processes at SIGTERM.
+                process.send_signal(signal.SIGUSR1 if self.starter else signal.SIGTERM)
                 terminated = True
             time.sleep(PAUSE)
         status = process.returncode
@@ -135,6 +140,7 @@ class Runner:
         if status and not self.stopping and ended_by not in OF_CLUSTERS:
             text = log.read_bytes()[start:].decode(errors="replace")
             lines = [line.strip() for line in text.splitlines() if line.strip()]
+            lines = [line for line in lines if not line.startswith(("srun: ", "slurmstepd"))]
             reason = visible(lines[-1]) if lines else f"{words[0]} ended with status {status}"
             if status < 0:
                 reason = f"killed by {signal.Signals(-status).name}; {reason}"

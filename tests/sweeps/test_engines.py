@@ -99,17 +99,19 @@ def launcher(request) -> str:
 
 @pytest.fixture
 def start(tmp_path, corpus) -> Iterator[Callable]:
-    """Starts a sweep of two cells on a launcher, and waits until both have a checkpoint."""
+    """Starts a sweep of two cells on a launcher, and waits until all have a checkpoint."""
     started: list[subprocess.Popen] = []
 
-    def function(launcher: str, steps: int) -> tuple[subprocess.Popen, tuple[Cell, ...]]:
+    def function(
+        launcher: str, steps: int, *options: str, only: tuple[str, ...] = ("data=good",)
+    ) -> tuple[subprocess.Popen, tuple[Cell, ...]]:
         file = tmp_path / "tiny.yml"
         text = SWEEP.format(corpus=corpus, steps=steps).replace("seed: [1]", "seed: [1, 2]")
         file.write_text(text.replace("save_interval: 15", "save_interval: 100"))
-        words = ["run", file, "--folder", tmp_path / "runs", "--only", "data=good"]
+        words = ["run", file, "--folder", tmp_path / "runs", "--only", *only]
         words += ["--launcher", launcher]
         if launcher == "slurm":
-            words += ["--launcher-args", "time=60", "nice=1"]
+            words += ["--launcher-args", "time=60", "nice=1", *options]
         with (tmp_path / "log").open("ab") as log:
             command = [sys.executable, ROOT / "tools/sweep.py", *words]
             started.append(
@@ -117,7 +119,7 @@ def start(tmp_path, corpus) -> Iterator[Callable]:
                     command, env=unlaunched(), stdout=log, stderr=log, start_new_session=True
                 )
             )
-        cells = load_sweep(file, tmp_path / "runs", ["data=good"]).cells
+        cells = load_sweep(file, tmp_path / "runs", only).cells
         for cell in cells:
             wait(lambda: state_of(cell).step > 0)  # noqa: B023
         return started[-1], cells
@@ -175,6 +177,19 @@ def test_slurm_queues_a_cell_again_at_its_time_limit(slurm, start, tmp_path):
     assert "- again," not in (tmp_path / "log").read_text(), "Slurm queues it, not `run`"
 
 
+@pytest.mark.campaign
+def test_slurm_shares_a_cell_over_two_nodes_and_queues_it_again(slurm, start, tmp_path):
+    process, (cell,) = start("slurm", 1000, "nodes=2", only=("data=good", "seed=1"))
+    step = state_of(cell).step
+    subprocess.run(["scancel", "--signal=USR2", "--name=sweep"], check=True)  # as at the limit
+    wait(lambda: training(cell) is None)
+    assert state_of(cell).step > step
+    assert process.wait(900) == 0, (tmp_path / "log").read_text()
+    assert "- again," not in (tmp_path / "log").read_text(), "Slurm queues it, not `run`"
+    log = (cell.folder / "sweep.log").read_text()
+    assert log.count("2 rank(s) on cpu") == 2, "once in each of two trainings"
+
+
 # After the others: it leaves one node.
 @pytest.mark.campaign
 def test_a_killed_worker_and_a_killed_node_lose_no_cell(launcher, start, tmp_path):
@@ -214,6 +229,8 @@ def test_a_launcher_that_cannot_start_is_one_message(tmp_path, corpus, monkeypat
         " sys.modules - pip install 'submitit>=1.5.4,<2'",
         "slurm --launcher-args time=1-0": "--launcher slurm: give the limit of one job:"
         " --launcher-args time=MINUTES",
+        "slurm --launcher-args time=60 nodes=2-4": "--launcher slurm: nodes and ntasks_per_node"
+        " must be whole numbers, such as nodes=2",
         "ray --launcher-args 4": "--launcher-args: 4: is no KEY=VALUE",
         "local --launcher-args num_gpus=1": "--launcher-args: is for --launcher ray and slurm;"
         " here --jobs N is how many run at a time",

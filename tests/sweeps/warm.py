@@ -38,8 +38,8 @@ class Forked:
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
-    def terminate(self) -> None:
-        os.kill(self.pid, signal.SIGTERM)
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
 
 
 if __name__ == "__main__":
