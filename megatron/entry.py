@@ -153,9 +153,10 @@ def print_notes(notes: Sequence[str]) -> None:
 
 
 def _is_first() -> bool:
-    names = ("RANK", *(rank_name for rank_name, _, _ in SCHEDULERS))
-    ranks = [os.environ[name] for name in names if name in os.environ]
-    return ranks[:1] in ([], ["0"])
+    for name in ("RANK", *(rank_name for rank_name, _, _ in SCHEDULERS)):
+        if name in os.environ:
+            return os.environ[name] == "0"
+    return True
 
 
 class _Visible(logging.Formatter):

@@ -180,11 +180,12 @@ def load_sweep(
     grid = []
     for values in itertools.product(*slowest_first):
         grid.append(dict(zip(parts.grid, reversed(values), strict=True)))
-    points = [point for point in grid if not any(_holds(rule, point) for rule in parts.exclude)]
-    rules = [("exclude", rule, grid) for rule in parts.exclude]
+    excluded = [rule for several in parts.exclude for rule in _rules(several)]
+    points = [point for point in grid if not any(_holds(rule, point) for rule in excluded)]
+    rules = [("exclude", rule, grid) for rule in excluded]
     for label, asked in parts.evaluate.items():
         if asked is not None:
-            rules.append((f"evaluate.{label}.only", asked.only, points))
+            rules += [(f"evaluate.{label}.only", rule, points) for rule in _rules(asked.only)]
     for place, rule, several in rules:
         if not any(_holds(rule, point) for point in several):
             raise UserError(f"{file}: {place}: no cell has {rule} - {_axes(parts)}")
@@ -218,6 +219,12 @@ def load_sweep(
             lines.append(f"{names[0]} ({len(names)} cells): {fault}")
         raise UserError("\n".join(lines))
     return Sweep(file.stem, file, home, tuple(cells))
+
+
+def _rules(several: Values) -> list[Values]:
+    """A rule for each combination of values, where a list gives several values of an axis."""
+    choices = [value if isinstance(value, list) else [value] for value in several.values()]
+    return [dict(zip(several, values, strict=True)) for values in itertools.product(*choices)]
 
 
 def _holds(rule: Values, point: Values) -> bool:
@@ -277,7 +284,7 @@ def _cell(parts: SweepFile, values: Values, home: Path, path: Path) -> Cell:
     evaluations = []
     for label, asked in parts.evaluate.items():
         asked = asked or EvaluationRequest()
-        if _holds(asked.only, values):
+        if any(_holds(rule, values) for rule in _rules(asked.only)):
             words = _words(asked.options)
             # Options of evaluate.py are refused here, before anything is trained.
             as_asked = config

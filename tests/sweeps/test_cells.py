@@ -54,6 +54,18 @@ def test_every_cell_of_every_shipped_sweep_is_a_training_of_its_own(path):
     assert need.state + 1.6 * need.activations < 80e9
 
 
+def test_a_list_in_a_rule_gives_several_values(tmp_path):
+    grid = "{pos_emb: [alibi, t5, rotary], seed: [1, 2]}"
+    text = f"{TINY}grid: {grid}\nexclude: [{{pos_emb: [t5, rotary], seed: 2}}]\n"
+    asked = "evaluate: {{a: {{protocol: paper, only: {{pos_emb: [alibi, {}]}}}}}}"
+    cells = sweep_of(tmp_path, text + asked.format("t5")).cells
+    assert [(cell.name, len(cell.evaluations)) for cell in cells] == [
+        *(("alibi-1", 1), ("t5-1", 1), ("rotary-1", 0), ("alibi-2", 1)),
+    ]
+    with pytest.raises(UserError, match=r"no cell has .*rotery"):
+        sweep_of(tmp_path, text + asked.format("rotery"))
+
+
 def test_axes_are_settings_files_or_settings_under_a_name(tmp_path):
     grid = "{pos_emb: [alibi, t5], size: {small: {}, wide: {hidden_size: 128}}, seed: [1, 2]}"
     rule = "exclude: [{pos_emb: t5, seed: 2}]"
