@@ -38,14 +38,14 @@ from megatron.positions.layers import (
 from megatron.positions.outline import Outline
 from megatron.splits import PARTS, TASK_PREFIX, parse_split
 
-OF_GATED_DELTA = (
+OF_STATES = (
     "allow_neg_eigval",
     "linear_num_key_heads",
     "linear_num_value_heads",
     "linear_key_head_dim",
     "linear_value_head_dim",
 )
-"""Keys that only a gated_delta layer reads."""
+"""Keys that only gated_delta and kda layers read."""
 Faults = Iterator[tuple[Any, str]]
 """Conditions, which mean a fault if they are true, and messages."""
 
@@ -95,10 +95,10 @@ def _model(model: Model) -> Faults:
         model.layers and ATTENTION not in model.layers,
         "layers: no layer has attention, which the encoding is for; add attention to the pattern",
     )
-    for key in OF_GATED_DELTA:
+    for key in OF_STATES:
         yield (
             getattr(model, key) and set(model.layers) <= {ATTENTION},
-            f"{key}: belongs to gated_delta; set layers, or drop this",
+            f"{key}: belongs to gated_delta and kda; set layers, or drop this",
         )
     key_heads = model.linear_num_key_heads or heads
     value_heads = model.linear_num_value_heads or key_heads
@@ -134,7 +134,7 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
     for key, is_set in conflicts.items():
         yield (
             is_set and set(model.layers) > {ATTENTION},
-            "layers: a gated_delta layer carries a state through the whole text, which is not cut;"
+            "layers: gated_delta and kda carry a state through the whole text, which is not cut;"
             f" drop {key}, or layers",
         )
     yield (

@@ -73,7 +73,7 @@ EncodingsOfLayers = Annotated[
 ]
 Pair = Annotated[tuple[Positive, ...], BeforeValidator(as_tuple), Field(min_length=2, max_length=2)]
 KindsOfLayers = Annotated[
-    tuple[Literal["attention", "gated_delta"], ...],
+    tuple[Literal["attention", "gated_delta", "kda"], ...],
     BeforeValidator(as_list),
     Field(max_length=1000),
 ]
@@ -175,21 +175,22 @@ class Model(Section):
     The gates are rows of the queries' projection, with its bias."""
     layers: KindsOfLayers = ()
     """Kinds of layers, a repeated pattern such as `[gated_delta, gated_delta, gated_delta,
-    attention]`: gated_delta is Gated DeltaNet (arXiv 2412.06464), which has no encoding and no
-    window; pos_emb_layers and window_layers then repeat over the layers with attention. Unset: all
-    have attention."""
+    attention]`: gated_delta is Gated DeltaNet (arXiv 2412.06464), kda Kimi Delta Attention (arXiv
+    2510.26692), which have no encoding and no window; pos_emb_layers and window_layers then repeat
+    over the layers with attention. Unset: all have attention."""
     allow_neg_eigval: bool = False
-    """Let a gated_delta layer turn its state around, which parity and permutations need: beta from
-    0 to 2 (arXiv 2411.12537)."""
+    """Let gated_delta and kda layers turn their states around, which parity and permutations need:
+    beta from 0 to 2 (arXiv 2411.12537)."""
     linear_num_key_heads: UpTo4096 | None = None
-    """Heads of the queries and keys of a gated_delta layer; unset: num_attention_heads."""
+    """Heads of the queries and keys of gated_delta and kda layers; unset: num_attention_heads."""
     linear_num_value_heads: UpTo4096 | None = None
-    """Heads of the values of a gated_delta layer; unset: linear_num_key_heads. Groups of
+    """Heads of the values of gated_delta and kda layers; unset: linear_num_key_heads. Groups of
     neighbouring heads share a query and a key (Qwen3.5)."""
     linear_key_head_dim: Width | None = None
-    """Features of a head's queries and keys in a gated_delta layer; unset: those of attention."""
+    """Features of a head's queries and keys in gated_delta and kda layers; unset: those of
+    attention."""
     linear_value_head_dim: Width | None = None
-    """Features of a head's values in a gated_delta layer; unset: linear_key_head_dim."""
+    """Features of a head's values in gated_delta and kda layers; unset: linear_key_head_dim."""
     activation: Literal["gelu", "gelu_new", "relu", "silu", "swiglu"] = "gelu"
     """Activation of the MLP; gelu_new: GPT-2's approximation by tanh; swiglu: silu(gate) * up, with
     gate and up from one matrix (Llama)."""

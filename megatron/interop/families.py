@@ -149,7 +149,7 @@ class Family:
         turning = [int("none" not in entry) for entry in ours["pos_emb"]]
         kinds = [FULL if one is None else SLIDING for one in ours["window"]]
         for layer, kind in enumerate(ours["layers"]):
-            if kind != ATTENTION:
+            if kind != ATTENTION:  # kda comes back as gated_delta, so it is another function
                 kinds[layer] = LINEAR
         layers: dict[str, Any] = {
             "sliding_window": window,

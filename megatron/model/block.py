@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron.attention import attention
 from megatron.model.cache import LayerCache
 from megatron.model.documents import Documents, by_document
-from megatron.model.gated_delta import GatedDelta
+from megatron.model.gated_delta import GatedDelta, KimiDelta
 from megatron.model.methods import Method, Text, attention_by_method, for_each_query_head
 from megatron.model.settings import Architecture
 from megatron.positions import Position
@@ -177,7 +177,7 @@ class MLP(nn.Module):
         return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(x)))
 
 
-LAYERS = {ATTENTION: SelfAttention, "gated_delta": GatedDelta}
+LAYERS = {ATTENTION: SelfAttention, "gated_delta": GatedDelta, "kda": KimiDelta}
 """Kinds of layers, by the names that entries of `layers` may have."""
 
 

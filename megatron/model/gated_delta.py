@@ -1,4 +1,4 @@
-"""Gated DeltaNet: a layer that reads earlier tokens through a state of fixed size."""
+"""Gated DeltaNet and KDA: layers that read earlier tokens through a state of fixed size."""
 
 import math
 
@@ -13,6 +13,7 @@ from megatron.positions.base import after_earlier
 from megatron.positions.precision import at_least_float32, without_autocast
 
 CHUNK = 64  # tokens that are computed at once
+CHUNK_BY_FEATURE = 8  # the same where features have their own decays: less memory
 
 
 class GatedDelta(nn.Module):
@@ -28,6 +29,8 @@ class GatedDelta(nn.Module):
     where groups of neighbouring heads share q and k, and beta_decay is [(beta, decay), heads].
     """
 
+    activation = staticmethod(F.silu)  # of the gate
+
     def __init__(self, model: Architecture) -> None:
         super().__init__()
         hidden = model.hidden_size
@@ -41,8 +44,7 @@ class GatedDelta(nn.Module):
         self.beta_decay = nn.Linear(hidden, 2 * heads, bias=False)
         self.convolution = nn.Conv1d(channels, channels, CONVOLVED, groups=channels, bias=False)
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(0.01, 16).log())
-        log_step = torch.empty(heads).uniform_(math.log(0.001), math.log(0.1))
-        self.dt_bias = nn.Parameter(log_step.exp().expm1().log())  # softplus gives the step
+        self.dt_bias = first_steps(heads)
         self.norm = nn.RMSNorm(value_dim, eps=model.layernorm_epsilon)
         self.dense = nn.Linear(width, hidden, bias=False)
 
@@ -60,15 +62,60 @@ class GatedDelta(nn.Module):
                 for_each_query_head(part.unflatten(1, (heads, -1)).mT, self.heads[2] // heads)
                 for part, heads in zip(parts, self.heads, strict=True)
             )
-            beta_decay = at_least_float32(self.beta_decay(x)).mT[..., None]
-            beta, step = beta_decay.chunk(2, dim=1)  # [batch, heads, length, 1]
+            beta, step = self.beta_and_step(x)
             beta = self.largest_beta * beta.sigmoid()
-            A_log, dt_bias = self.A_log[:, None, None], self.dt_bias[:, None, None]
-            log_decay = -at_least_float32(A_log).exp() * F.softplus(step + dt_bias)
+            log_decay = -at_least_float32(self.A_log)[:, None, None].exp() * F.softplus(step)
             state = memory.get("state", torch.zeros_like(k[:, :, :1].mT @ v[:, :, :1]))
             out, memory["state"] = gated_delta_rule(q, k, v, beta, log_decay, state)
         out = self.norm(out.to(x.dtype).transpose(1, 2)).flatten(2)
-        return self.dense(out * F.silu(self.gate(x)))
+        return self.dense(out * self.activation(self.gate(x)))
+
+    def beta_and_step(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Before the sigmoid and the softplus, float32.
+
+        x [batch, length, hidden] -> [batch, heads, length, 1],
+        [batch, heads, length, 1 or features of k]
+        """
+        beta_decay = at_least_float32(self.beta_decay(x))
+        beta, step = beta_decay.mT[..., None].chunk(2, dim=1)
+        return beta, step + self.dt_bias[:, None, None]
+
+
+class KimiDelta(GatedDelta):
+    """Gated DeltaNet whose features of k have decays of their own: S_(t-1) Diag(decay_t).
+
+    Kimi Delta Attention (arXiv 2510.26692). Decays and gate are products of two matrices with the
+    width of a head between them, and the gate is a sigmoid, as in transformers' Kimi Linear.
+    """
+
+    activation = staticmethod(torch.sigmoid)
+
+    def __init__(self, model: Architecture) -> None:
+        super().__init__(model)
+        hidden = model.hidden_size
+        _, heads, key_dim, value_dim = model.delta_sizes
+
+        def through_a_head(width: int) -> nn.Sequential:
+            narrow = nn.Linear(hidden, value_dim, bias=False)
+            return nn.Sequential(narrow, nn.Linear(value_dim, width, bias=False))
+
+        del self.beta_decay
+        self.beta = nn.Linear(hidden, heads, bias=False)
+        self.decay = through_a_head(heads * key_dim)
+        self.gate = through_a_head(heads * value_dim)
+        self.dt_bias = first_steps(heads * key_dim)
+
+    def beta_and_step(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """As above, with a step for each feature of k."""
+        beta = at_least_float32(self.beta(x)).mT[..., None]
+        step = at_least_float32(self.decay(x)) + self.dt_bias
+        return beta, step.unflatten(2, (self.heads[2], -1)).transpose(1, 2)
+
+
+def first_steps(count: int) -> nn.Parameter:
+    """dt_bias [count] whose softplus is between 0.001 and 0.1, uniform in its logarithm."""
+    log_step = torch.empty(count).uniform_(math.log(0.001), math.log(0.1))
+    return nn.Parameter(log_step.exp().expm1().log())
 
 
 def gated_delta_rule(
@@ -76,8 +123,8 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """What each token reads, S_t q_t / sqrt(features), and the state Sᵀ after the last one.
 
-    q, k, v [batch, heads, length, features], beta, log_decay [batch, heads, length, 1],
-    state [batch, heads, features of k, features of v] -> as v, as state
+    q, k, v [batch, heads, length, features], beta [batch, heads, length, 1], log_decay as beta or
+    as k, state [batch, heads, features of k, features of v] -> as v, as state
 
     A chunk is solved at once: token i adds k_i u_iᵀ to Sᵀ, and (I + A) u = b is triangular.
     """
@@ -86,15 +133,28 @@ def gated_delta_rule(
     q = F.rms_norm(q, [features], eps=1e-6 / features) / features
     k = F.rms_norm(k, [features], eps=1e-6 / features) / math.sqrt(features)
     outputs = []
-    chunks = [part.split(CHUNK, dim=2) for part in (q, k, v, beta, log_decay)]
+    length = CHUNK if log_decay.shape[3] == 1 else CHUNK_BY_FEATURE
+    chunks = [part.split(length, dim=2) for part in (q, k, v, beta, log_decay)]
     for q, k, v, beta, log_decay in zip(*chunks, strict=True):
         # Sums since the chunk began; cumsum is not deterministic on CUDA.
         total = k.new_ones(k.shape[2], k.shape[2]).tril() @ log_decay
-        decay = total.exp()
-        kept = (total - total.mT).clamp(max=0).exp().tril()  # of key j until query i
-        a = beta * kept * (k @ k.mT)
-        b = beta * (v - decay * (k @ state))
+        decay, last = total.exp(), total[:, :, -1:]
+        # Of key j until query i, and 1 where j is later: [batch, heads, i, j, 1 or features].
+        kept = (total[:, :, :, None] - total[:, :, None]).clamp(max=0).exp()
+        a = beta * products(k, kept, k)
+        b = beta * (v - (decay * k) @ state)
         u = torch.linalg.solve_triangular(a, b, upper=False, unitriangular=True)
-        outputs.append(decay * (q @ state) + (kept * (q @ k.mT)) @ u)
-        state = decay[:, :, -1:] * state + (kept[:, :, -1:].mT * k).mT @ u
+        outputs.append((decay * q) @ state + products(q, kept, k).tril() @ u)
+        state = last.mT.exp() * state + ((last - total).exp() * k).mT @ u
     return torch.cat(outputs, dim=2), state
+
+
+def products(q: Tensor, kept: Tensor, k: Tensor) -> Tensor:
+    """Of each query i with each key j, of which `kept` is left.
+
+    q, k [batch, heads, length, features], kept [batch, heads, i, j, 1 or features]
+    -> [batch, heads, i, j]
+    """
+    if kept.shape[4] == 1:
+        return kept[..., 0] * (q @ k.mT)
+    return torch.einsum("bhif,bhijf,bhjf->bhij", q, kept, k)

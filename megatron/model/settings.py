@@ -16,7 +16,7 @@ ONLY_MEASURED = ("sinks", "clip_distance", "method")
 GATED_MULTIPLE = 64
 """The MLP's default width is rounded up to a multiple of this where its activation has a gate."""
 CONVOLVED = 4
-"""Tokens that the convolution of a gated_delta layer sees, the own one included."""
+"""Tokens that the convolution of a layer with a state sees, the own one included."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Architecture:
 
     @property
     def delta_sizes(self) -> tuple[int, int, int, int]:
-        """Heads of the keys and of the values of a gated_delta layer, and features of each."""
+        """Heads of the keys and of the values of a layer with a state, and features of each."""
         key_heads = self.linear_num_key_heads or self.num_attention_heads
         heads = self.linear_num_value_heads or key_heads
         key_dim = self.linear_key_head_dim or self.features_of_head
@@ -99,7 +99,7 @@ class Architecture:
 
     @property
     def delta_widths(self) -> tuple[int, int, int]:
-        """Features of a token's queries, keys and values in a gated_delta layer."""
+        """Features of a token's queries, keys and values in a layer with a state."""
         key_heads, heads, key_dim, value_dim = self.delta_sizes
         return key_heads * key_dim, key_heads * key_dim, heads * value_dim
 

@@ -1,7 +1,7 @@
 """Numbers and operations of a configured model, counted without building it.
 
-Operations are counted as in PaLM (arXiv 2204.02311, appendix B); those of a gated_delta layer's
-state as if token came after token.
+Operations are counted as in PaLM (arXiv 2204.02311, appendix B); those of a layer with
+a state as if token came after token.
 A product of an [m, k] and a [k, n] matrix is 2 m k n operations: a multiplication and an addition
 for each term. Norms, softmax, activations, the encoding and recomputation do not count.
 PaLM lets every token attend to the whole window; a causal token attends to half of it.
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from megatron.model import position_of_entry
-from megatron.model.settings import CONVOLVED, Architecture
-from megatron.positions.layers import attention_count, entries_of
+from megatron.model.block import LAYERS
+from megatron.model.settings import Architecture
+from megatron.positions.layers import ATTENTION, attention_count, entries_of, layers_of_kinds
 from megatron.positions.outline import Outline
 
 if TYPE_CHECKING:  # as in megatron.model
@@ -30,18 +31,29 @@ def matrix_weights(model: Architecture, vocab: int) -> int:
     """Numbers in the matrices that multiply every token.
 
     Each layer of the papers' GPT has 4 hidden² in attention and 8 hidden² in its feed-forward part,
-    a gated_delta layer 5 hidden² in the place of attention, and its gates and convolution;
-    the output matrix has vocab * hidden. The rows looked up in the input embedding do not multiply.
+    in the place of attention a gated_delta layer has 5 hidden², a kda layer 4, beside their gates
+    and convolution; the output matrix has vocab * hidden. The rows looked up in the input embedding
+    do not multiply.
     """
-    width, attending = model.attention_width, attention_count(model)
-    attention = model.projected_width + width
-    keys, _, values = model.delta_widths
-    recurrent = 2 * keys + 3 * values + 2 * model.delta_sizes[1]
+    attention = model.projected_width + model.attention_width
     feed_forward = model.widened + model.mlp_width
-    of_layers = attending * attention + model.num_layers * feed_forward
-    others = model.num_layers - attending
-    convolutions = others * (2 * keys + values) * CONVOLVED
-    return model.hidden_size * (of_layers + others * recurrent + vocab) + convolutions
+    of_layers = attention_count(model) * attention + model.num_layers * feed_forward
+    return model.hidden_size * (of_layers + vocab) + weights_of_states(model)[0]
+
+
+def weights_of_states(model: Architecture) -> tuple[int, int]:
+    """Numbers in the matrices and convolutions of all layers with a state, and their others."""
+    matrices = others = 0
+    for kind, layers in layers_of_kinds(model).items():
+        if kind != ATTENTION:
+            with torch.device("meta"):
+                parameters = [*LAYERS[kind](model).parameters()]
+            for parameter in parameters:
+                if parameter.dim() > 1:
+                    matrices += layers * parameter.numel()
+                else:
+                    others += layers * parameter.numel()
+    return matrices, others
 
 
 def palm_weights(model: Architecture, vocab: int) -> int:
@@ -58,13 +70,10 @@ def palm_weights(model: Architecture, vocab: int) -> int:
         attention += hidden
     if model.qk_norm:
         attention += of_feature * 2 * model.features_of_head
-    _, heads, _, value_dim = model.delta_sizes
-    recurrent = 2 * heads + value_dim
     of_layer = of_feature * 2 * hidden
     if model.use_bias_in_mlp:
         of_layer += model.widened + hidden
-    attending = attention_count(model)
-    small = attending * attention + (model.num_layers - attending) * recurrent
+    small = attention_count(model) * attention + weights_of_states(model)[1]
     small += model.num_layers * of_layer + of_feature * hidden
     return matrix_weights(model, vocab) + small
 

@@ -1,5 +1,6 @@
 """Which encoding each layer has, where layers differ."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -40,14 +41,22 @@ class Placed(NamedTuple):
         return f"{layers} ({self.name})" if self.name else layers
 
 
-def attention_count(section: Any) -> int:
-    """How many layers have attention, by `layers`; section: `model` of the configuration.
+def layers_of_kinds(section: Any) -> Counter[str]:
+    """How many layers each kind has, by `layers`; section: `model` of the configuration.
 
     Counted without a list of the layers: num_layers may be a typing error of many digits.
     """
-    kinds = [kind == ATTENTION for kind in section.layers or (ATTENTION,)]
+    kinds = section.layers or (ATTENTION,)
     rounds, rest = divmod(section.num_layers, len(kinds))
-    return rounds * sum(kinds) + sum(kinds[:rest])
+    counts = Counter(kinds[:rest])
+    for kind in kinds:
+        counts[kind] += rounds
+    return counts
+
+
+def attention_count(section: Any) -> int:
+    """How many layers have attention; section: `model` of the configuration."""
+    return layers_of_kinds(section)[ATTENTION]
 
 
 def entries_of(section: Any) -> list[Entry]:

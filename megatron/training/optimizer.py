@@ -65,7 +65,9 @@ def build_optimizer(
     others: list[nn.Parameter] = []
     for name, parameter in decayed:
         is_matrix = name.startswith("layers.") and parameter.dim() == 2
-        is_matrix = is_matrix and not name.endswith(".beta_decay.weight")  # gates of heads
+        is_matrix = is_matrix and not name.endswith(
+            (".beta_decay.weight", ".beta.weight")
+        )  # gates of heads
         group = turned if is_muon and is_matrix else others
         group.append(parameter)
     groups = [

@@ -76,6 +76,11 @@ def test_every_encoding_is_the_same_model_in_transformers(name, tmp_path):
     check_same_in_transformers(folder, model)
 
 
+OF_LLAMA = ["norm=rmsnorm", "activation=swiglu", "use_bias_in_mlp=false"]
+NO_BIAS = ["use_bias_in_attn_linear=false"]
+OF_QWEN = [*OF_LLAMA, *NO_BIAS, "qk_norm=true", "attention_gate=element"]
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -88,7 +93,8 @@ def test_every_encoding_is_the_same_model_in_transformers(name, tmp_path):
         ["pos_emb_layers=[kerple_log, {rotary: {base: 500}}]", "window_layers=[20, null]"],
         ["pos_emb=learned", "pos_emb_shared=false", "activation=gelu_new"],
         ["pos_emb=rotary", "num_key_value_heads=2", "attention_gate=head"],
-        ["num_layers=3", "layers=[gated_delta, attention]", "pos_emb=fox"],
+        ["num_layers=3", "layers=[gated_delta, attention, kda]", "pos_emb=fox"],
+        [*OF_QWEN, "layers=[kda, attention]"],  # Qwen3.5, but for the state
     ],
     ids=str,
 )
@@ -98,8 +104,6 @@ def test_every_key_of_model_and_attention_is_kept(settings, tmp_path):
     check_same_in_transformers(folder, model)
 
 
-OF_LLAMA = ["norm=rmsnorm", "activation=swiglu", "use_bias_in_mlp=false"]
-NO_BIAS = ["use_bias_in_attn_linear=false"]
 STANDARD = {
     "GPTNeoXForCausalLM": ["parallel_residual=true", "pos_emb_args={rotary_pct: 0.25}"],
     "GPT2LMHeadModel": ["pos_emb=learned", "activation=gelu_new", "no_weight_tying=false"],
@@ -108,11 +112,11 @@ STANDARD = {
     "Qwen2ForCausalLM": [*OF_LLAMA, "use_bias_in_attn_output=false"],
     "Qwen3ForCausalLM": [*OF_LLAMA, *NO_BIAS, "qk_norm=true", "window_layers=[null, 23]"],
     "Qwen3NextForCausalLM": [
-        *(*OF_LLAMA, *NO_BIAS, "qk_norm=true", "attention_gate=element"),
+        *OF_QWEN,
         *("num_key_value_heads=2", "pos_emb_args={rotary_pct: 0.5}"),
     ],
     "Qwen3_5ForCausalLM": [
-        *(*OF_LLAMA, *NO_BIAS, "qk_norm=true", "attention_gate=element", "no_weight_tying=false"),
+        *(*OF_QWEN, "no_weight_tying=false"),
         "layers=[gated_delta, attention]",
         *("linear_num_key_heads=2", "linear_num_value_heads=6", "linear_value_head_dim=5"),
     ],

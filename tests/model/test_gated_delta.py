@@ -1,4 +1,4 @@
-"""Gated DeltaNet against the paper's recurrence and transformers' layer, and hybrids of layers."""
+"""Gated DeltaNet and KDA against their recurrence and transformers' layers, and hybrids."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ import torch
 from megatron.config import load
 from megatron.evaluation.attention_probes import attention_by_distance
 from megatron.model import GPT, Architecture, Cache, from_config
-from megatron.model.gated_delta import GatedDelta, gated_delta_rule
+from megatron.model.gated_delta import GatedDelta, KimiDelta, gated_delta_rule
 from megatron.model.settings import initialize
 from megatron.model.size import PER_STATE, attention_flops, parameters
 from tests.model.test_cache import in_pieces
@@ -29,12 +29,15 @@ def model(*settings: str) -> GPT:
     return from_config(load([], [*HYBRID, *settings]), vocab=50).eval()
 
 
+@pytest.mark.parametrize(("decays", "fastest"), [(1, 0.3), (8, 0.3), (8, 200)])
 @pytest.mark.parametrize("largest_beta", [1.0, 2.0])
-def test_chunks_have_the_numbers_and_gradients_of_the_papers_recurrence(largest_beta):
-    """S_t = a_t S_(t-1) (I - b_t k_t k_tᵀ) + b_t v_t k_tᵀ, in float64, also in two pieces."""
+def test_chunks_have_the_numbers_and_gradients_of_the_papers_recurrence(
+    largest_beta, decays, fastest
+):
+    """S_t = S_(t-1) Diag(a_t) (I - b_t k_t k_tᵀ) + b_t v_t k_tᵀ, in float64, also in two pieces."""
     inputs = [torch.randn(2, 3, 141, 8, dtype=torch.float64) for _ in range(3)]
     inputs.append(largest_beta * torch.rand(2, 3, 141, 1, dtype=torch.float64))
-    inputs.append(-0.3 * torch.rand(2, 3, 141, 1, dtype=torch.float64))
+    inputs.append(-fastest * torch.rand(2, 3, 141, decays, dtype=torch.float64))
     inputs = [one.requires_grad_() for one in inputs]
     q, k, v, beta, log_decay = inputs
     unit_q, unit_k = (one / (one.square().sum(-1, keepdim=True) + 1e-6).sqrt() for one in (q, k))
@@ -42,7 +45,7 @@ def test_chunks_have_the_numbers_and_gradients_of_the_papers_recurrence(largest_
     for t in range(141):
         key, value, b = unit_k[:, :, t, :, None], v[:, :, t, :, None], beta[:, :, t, :, None]
         kept = torch.eye(8, dtype=torch.float64) - b * key @ key.mT
-        state = log_decay[:, :, t, :, None].exp() * state @ kept + b * value @ key.mT
+        state = state * log_decay[:, :, t, None].exp() @ kept + b * value @ key.mT
         expected.append((state @ unit_q[:, :, t, :, None])[..., 0] / 8**0.5)
     expected = torch.stack(expected, dim=2)
 
@@ -86,6 +89,40 @@ def test_a_layer_is_that_of_transformers_qwen3_5():
     torch.testing.assert_close(ours(x, None), theirs(x), rtol=0, atol=2e-6)
 
 
+@torch.no_grad()
+def test_a_layer_with_decays_by_feature_is_that_of_transformers_kimi_linear():
+    name = "transformers.models.kimi_linear"
+    pytest.importorskip(name, reason="this release of transformers has no Kimi Linear")
+    from transformers.models.kimi_linear import configuration_kimi_linear, modeling_kimi_linear
+
+    theirs = modeling_kimi_linear.KimiLinearDeltaAttention(
+        configuration_kimi_linear.KimiLinearConfig(
+            hidden_size=32,
+            num_hidden_layers=1,
+            layer_types=["linear_attention"],
+            linear_num_heads=6,
+            linear_head_dim=12,
+            rms_norm_eps=MODEL.layernorm_epsilon,
+        ),
+        layer_idx=0,
+    )
+    ours = KimiDelta(replace(MODEL, linear_num_key_heads=6, linear_key_head_dim=12))
+    ours.norm.weight.uniform_(0.5, 2)
+    names = {"convolution": "conv1d", "beta": "b_proj", "norm": "o_norm", "dense": "o_proj"}
+    names |= {"decay.0": "forget_gate.f_a_proj", "decay.1": "forget_gate.f_b_proj"}
+    names |= {"gate.0": "g_a_proj", "gate.1": "g_b_proj", "dt_bias": "forget_gate.dt_bias"}
+    weights = {}
+    for name, weight in ours.state_dict().items():
+        module = name.removesuffix(".weight")
+        weights[name.replace(module, names.get(module, module))] = weight
+    fused = weights.pop("query_key_value.weight").chunk(3)
+    weights |= {f"{part}_proj.weight": rows for part, rows in zip("qkv", fused, strict=True)}
+    weights["forget_gate.A_log"] = weights.pop("A_log").view(1, 1, 6, 1)
+    theirs.load_state_dict(weights)
+    x = torch.randn(2, 141, 32)
+    torch.testing.assert_close(ours(x, None), theirs(x), rtol=0, atol=2e-6)
+
+
 def test_first_values_are_those_of_flash_linear_attention():
     """A in (0, 16), steps from 0.001 to 0.1, and torch's own first values of a convolution."""
     layer = torch.nn.ModuleList([GatedDelta(MODEL)])
@@ -103,7 +140,12 @@ def test_first_values_are_those_of_flash_linear_attention():
 def test_decoding_in_pieces_is_the_whole_pass_also_of_chosen_texts():
     ids = torch.randint(50, (3, 141))
     other = ["linear_num_key_heads=2", "linear_num_value_heads=4"]
-    for settings in (["pos_emb=kerple_log", *other], ["pos_emb=fox", "allow_neg_eigval=true"]):
+    kda = ["layers=[kda, attention]", *other]
+    for settings in (
+        ["pos_emb=kerple_log", *other],
+        ["pos_emb=fox", "allow_neg_eigval=true"],
+        ["pos_emb=rotary", *kda],
+    ):
         gpt = model(*settings)
         expected = gpt(ids)
         found = in_pieces(gpt, ids, [1, 5, 64, 1, 1, 5, 64])
@@ -133,7 +175,9 @@ def test_a_pattern_of_attention_alone_is_the_model_without_it():
 
 def test_numbers_and_operations_of_a_hybrid_are_counted():
     heads = [f"{key}={number}" for key, number in OTHER_HEADS.items()]
-    for words in ([], ["pos_emb_shared=false", "pos_emb=kerple_log"], ["qk_norm=true"], heads):
+    kda = [*heads, "layers=[kda, attention, gated_delta]"]
+    shared = ["pos_emb_shared=false", "pos_emb=kerple_log"]
+    for words in ([], shared, ["qk_norm=true"], heads, kda):
         gpt = model(*words)
         counted = parameters(load([], [*HYBRID, *words]), 50)
         assert counted.whole == sum(one.numel() for one in gpt.parameters())

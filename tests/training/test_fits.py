@@ -27,12 +27,13 @@ def test_zero_divides_the_state_and_checkpoints_follow_what_is_kept():
     assert needs(*every, "keep_last_n_checkpoints=3").disk == 4 * 16 * count
 
 
-def test_a_gated_delta_layer_keeps_what_its_state_reads():
-    """28 numbers of the heads' width for each token beyond attention, which has no such layer."""
+@pytest.mark.parametrize(("kind", "numbers"), [("gated_delta", 28), ("kda", 65)])
+def test_a_layer_with_a_state_keeps_what_its_state_reads(kind, numbers):
+    """So many numbers of the heads' width for each token beyond attention, in one layer of two."""
     tokens = 4 * 64
-    for words, layers in (([], 1), (["checkpoint_activations=true"], 1)):
-        plain, hybrid = needs(*words), needs(*words, "layers=[gated_delta, attention]")
-        assert hybrid.activations - plain.activations == 4 * tokens * layers * 28 * 32
+    for words in ([], ["checkpoint_activations=true"]):
+        plain, hybrid = needs(*words), needs(*words, f"layers=[{kind}, attention]")
+        assert hybrid.activations - plain.activations == 4 * tokens * numbers * 32
 
 
 def test_a_model_beyond_the_memory_is_refused_with_its_numbers(monkeypatch):

@@ -51,6 +51,8 @@ def test_wsd_stays_at_its_peak_and_decays_by_the_shapes_of_megatron_lm():
 MATRICES = {
     "query_key_value.weight",
     "gate.weight",
+    "0.weight",  # of decay and gate in kda
+    "1.weight",
     "dense.weight",
     "dense_h_to_4h.weight",
     "dense_4h_to_h.weight",
@@ -60,7 +62,8 @@ MATRICES = {
 def test_muon_takes_the_steps_of_torch_for_the_layers_matrices_and_adam_those_of_the_rest(grid):
     words = ["pos_emb=mep_param", "optimizer.type=Muon", "optimizer.params.momentum=0.9"]
     words += [
-        "layers=[gated_delta, attention]",
+        "layers=[gated_delta, attention, kda]",
+        "num_layers=3",
         "lr_decay_style=constant",
         "warmup=0",
         "weight_decay=0.1",
@@ -73,11 +76,13 @@ def test_muon_takes_the_steps_of_torch_for_the_layers_matrices_and_adam_those_of
     by_kind: dict[str, list[torch.Tensor]] = {"matrices": [], "tables": [], "rest": []}
     for name, parameter in plain.named_parameters():
         is_table = name in ("word_embeddings.weight", "final_linear.weight")
-        is_table = is_table or name.endswith(("beta_decay.weight", "convolution.weight"))
+        is_table = is_table or name.endswith(
+            ("beta_decay.weight", "beta.weight", "convolution.weight")
+        )
         is_matrix = ".".join(name.split(".")[-2:]) in MATRICES
         kind = "tables" if is_table else "matrices" if is_matrix else "rest"
         by_kind[kind].append(parameter)
-    assert len(by_kind["matrices"]) == 9
+    assert len(by_kind["matrices"]) == 17
     optimizers = [
         torch.optim.Muon(
             by_kind["matrices"],
