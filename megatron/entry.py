@@ -18,6 +18,7 @@ from megatron.config.document import help_text
 from megatron.config.yaml_files import is_override
 from megatron.errors import visible
 from megatron.parallel.grid import SCHEDULERS, left_at_the_end
+from megatron.parallel.threads import flush_denormals
 
 NO_EFFECT = ": accepted, has no effect here: "
 FEW = 3  # notes about keys without effect that are printed in full
@@ -41,6 +42,7 @@ def run(
     Any fault is printed as one message and exits with status 1; see cli_errors.status_of.
     """
     start_logging()
+    flush_denormals()
     parser = argparse.ArgumentParser(
         description=sys.modules[main.__module__].__doc__,
         epilog=help_text(),

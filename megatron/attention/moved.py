@@ -69,8 +69,11 @@ class Moved(torch.autograd.Function):
         for block in blocks(queries, keys):
             far_q, far_k, own = function(tensors, block.start, block.end)
             own = masked(own)
-            log_sum = own.logsumexp(dim=-1)
-            result = (own - log_sum[..., None]).exp() @ v[:, :, block.own]
+            largest = own.amax(dim=-1, keepdim=True)
+            p = (own - largest).exp()
+            total = p.sum(dim=-1, keepdim=True)
+            result = p @ v[:, :, block.own] / total
+            log_sum = (largest + total.log())[..., 0]
             if block.before > 0:
                 far_v = as_wide(v[:, :, : block.before], far_k)
                 far, far_log_sum = ATTEND(far_q, far_k, far_v, scale=1.0)

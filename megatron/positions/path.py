@@ -40,7 +40,7 @@ class Path(Position):
     w is a map of low rank of the layer's input, then a causal convolution, SiLU, and length 1; β =
     2·sigmoid of a linear map. Each layer and head has its own (arXiv 2505.16381, with the released
     code's maps). The product over a chunk of tokens has a closed form, the UT transform, so that
-    4096 tokens take 2.2 to 3.3 times plain attention, and memory grows with length. Every new token
+    4096 tokens take 2.1 to 3.6 times plain attention, and memory grows with length. Every new token
     of a cached text changes all cached keys: the cache keeps them twice, as they were and in
     float32 as they are, and a token costs about twice as much attention.
 

@@ -70,3 +70,23 @@ def test_waiting_threads_sleep(monkeypatch):
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     done = run("-c", "import megatron, os; print(os.environ['OMP_WAIT_POLICY'])")
     assert done.stdout == "PASSIVE\n", done.stderr
+
+
+FLUSHES = """
+import torch
+from megatron.entry import run
+
+def main(config, options):
+    torch.set_num_threads(2)
+    normal = torch.full((2_000_000,), 2e-38)  # all threads have a part
+    return int((normal * 0.1).view(torch.int32).any())
+
+run(main, config_needed=False, argv=[])
+"""
+
+
+def test_commands_compute_with_zero_for_numbers_below_1e_38_in_all_threads():
+    if not torch.set_flush_denormal(False):
+        pytest.skip("torch cannot set this mode on this processor")
+    done = run("-W", "error", "-c", FLUSHES)
+    assert done.returncode == 0, done.stderr

@@ -24,6 +24,7 @@ from megatron.commit import commit
 from megatron.errors import UserError
 from megatron.files import check_output, write_output
 from megatron.parallel.machine import total_memory
+from megatron.parallel.threads import flush_denormals
 
 SHORTEST = 20  # milliseconds that one measurement lasts at least, by repeating the call
 DTYPES = ("float32", "bfloat16", "float16")
@@ -69,6 +70,7 @@ class Bench:
                 raise UserError(f"--output: {output} does not end in .json - name it so")
             check_output(output, RECORD)
             check_output(output.with_suffix(".md"), PAGE)
+        flush_denormals()
         if options.threads:
             torch.set_num_threads(options.threads)
         self.options = options
