@@ -95,6 +95,12 @@ def same_seeds():
 
 
 @pytest.fixture(autouse=True)
+def same_denormals():
+    """Commands take them for 0, and hypothesis refuses to draw numbers then."""
+    torch.set_flush_denormal(False)
+
+
+@pytest.fixture(autouse=True)
 def same_signals():
     """A test that changes what a signal does may end the whole process many tests later."""
     # torch's loader keeps its handler of SIGCHLD, which ends nothing.

@@ -103,6 +103,7 @@ class KimiDelta(GatedDelta):
         self.beta = nn.Linear(hidden, heads, bias=False)
         self.decay = through_a_head(heads * key_dim)
         self.gate = through_a_head(heads * value_dim)
+        self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
         self.dt_bias = first_steps(heads * key_dim)
 
     def beta_and_step(self, x: Tensor) -> tuple[Tensor, Tensor]:

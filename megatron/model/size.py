@@ -1,7 +1,7 @@
-"""Numbers and operations of a configured model, counted without building it.
+"""Numbers and operations of a configured model, counted without its memory.
 
-Operations are counted as in PaLM (arXiv 2204.02311, appendix B); those of a layer with
-a state as if token came after token.
+Operations are counted as in PaLM (arXiv 2204.02311, appendix B); those of a layer with a state as
+if token came after token.
 A product of an [m, k] and a [k, n] matrix is 2 m k n operations: a multiplication and an addition
 for each term. Norms, softmax, activations, the encoding and recomputation do not count.
 PaLM lets every token attend to the whole window; a causal token attends to half of it.

@@ -6,7 +6,7 @@ Per device, for P learned numbers, N ranks and e bytes of a number (4 in fp32, e
                   weights e P, gradients e P, Adam's averages 8 P, in bf16 and fp16 float32 masters
                   4 P; ZeRO 1 divides Adam and masters by N, 2 also gradients, 3 also weights
     activations   e tokens (layers * one + 4 hidden), one = 17 hidden for the papers' GPT, and 28
-                  more (measured) where layers says gated_delta, 65 where it says kda; with
+                  (measured) more where layers says gated_delta, 65 where it says kda; with
                   checkpoint_activations e tokens (layers * hidden + one + 4 hidden)
                   tokens: of a window, those of one rank of context_parallel_size; all_gather keeps
                   keys and values of the others, 2 hidden in each layer, too
@@ -33,8 +33,6 @@ from megatron.positions.layers import ATTENTION, layers_of_kinds
 ADAM = 8  # bytes of a number: two float32 averages
 FLOAT32 = 4
 CHECKPOINT = 16  # bytes of a number in a checkpoint: float32 weights, the engine's copy, Adam's two
-BEYOND_ATTENTION = {ATTENTION: 0, "gated_delta": 28, "kda": 65}
-"""Numbers of the values' width that backward needs for a token, beyond attention's (measured)."""
 SMALLEST_DEVICE = 2_000_000_000  # bytes; asking a CUDA device takes a second
 
 
@@ -78,13 +76,17 @@ def needs(config: Config, vocab: int, ranks: int, device: torch.device) -> Train
     of_heads = 4 * model.attention_width
     of_mlp = (4 if model.widened > model.mlp_width else 2) * model.mlp_width
     of_layer = 5 * model.hidden_size + (of_heads + of_mlp) // shares
+    _, heads, key_dim, value_dim = model.delta_sizes
+    values, keys = heads * value_dim, heads * key_dim
+    # Measured, beyond attention; kda has a decay for each pair of a chunk and feature of a key.
+    of_kind = {ATTENTION: 0, "gated_delta": 28 * values, "kda": 28 * values + 37 * keys}
     kinds = layers_of_kinds(model)
-    of_states = sum(BEYOND_ATTENTION[kind] * layers for kind, layers in kinds.items())
+    of_states = sum(of_kind[kind] * layers for kind, layers in kinds.items())
     of_layers = model.num_layers * of_layer
     if config.training.checkpoint_activations:
         of_layers = model.num_layers * model.hidden_size + of_layer
-        of_states = max(BEYOND_ATTENTION[kind] for kind in kinds)
-    of_layers += of_states * model.delta_widths[2]
+        of_states = max(of_kind[kind] for kind in kinds)
+    of_layers += of_states
     parallel = config.parallel
     whole_text = config.training.train_micro_batch_size_per_gpu * config.model.seq_length
     tokens = whole_text // parallel.context_parallel_size

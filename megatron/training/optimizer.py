@@ -12,6 +12,9 @@ from torch import nn
 
 from megatron.config.schema import Optimizer
 
+GATES_OF_HEADS = (".beta_decay.weight", ".beta.weight")
+"""Matrices with a row or two for each head, which Muon leaves to Adam."""
+
 
 def learning_rate(step: int, optimizer: Optimizer) -> float:
     """The learning rate of a step (the first is 0) by the configuration's section `optimizer`.
@@ -65,9 +68,7 @@ def build_optimizer(
     others: list[nn.Parameter] = []
     for name, parameter in decayed:
         is_matrix = name.startswith("layers.") and parameter.dim() == 2
-        is_matrix = is_matrix and not name.endswith(
-            (".beta_decay.weight", ".beta.weight")
-        )  # gates of heads
+        is_matrix = is_matrix and not name.endswith(GATES_OF_HEADS)
         group = turned if is_muon and is_matrix else others
         group.append(parameter)
     groups = [

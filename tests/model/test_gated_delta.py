@@ -120,7 +120,7 @@ def test_a_layer_with_decays_by_feature_is_that_of_transformers_kimi_linear():
     weights["forget_gate.A_log"] = weights.pop("A_log").view(1, 1, 6, 1)
     theirs.load_state_dict(weights)
     x = torch.randn(2, 141, 32)
-    torch.testing.assert_close(ours(x, None), theirs(x), rtol=0, atol=2e-6)
+    torch.testing.assert_close(ours(x, None), theirs(x), rtol=0, atol=5e-6)
 
 
 def test_first_values_are_those_of_flash_linear_attention():

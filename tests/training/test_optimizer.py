@@ -57,6 +57,7 @@ MATRICES = {
     "dense_h_to_4h.weight",
     "dense_4h_to_h.weight",
 }
+TABLES_OF_LAYERS = ("beta_decay.weight", "beta.weight", "convolution.weight")
 
 
 def test_muon_takes_the_steps_of_torch_for_the_layers_matrices_and_adam_those_of_the_rest(grid):
@@ -76,9 +77,7 @@ def test_muon_takes_the_steps_of_torch_for_the_layers_matrices_and_adam_those_of
     by_kind: dict[str, list[torch.Tensor]] = {"matrices": [], "tables": [], "rest": []}
     for name, parameter in plain.named_parameters():
         is_table = name in ("word_embeddings.weight", "final_linear.weight")
-        is_table = is_table or name.endswith(
-            ("beta_decay.weight", "beta.weight", "convolution.weight")
-        )
+        is_table = is_table or name.endswith(TABLES_OF_LAYERS)
         is_matrix = ".".join(name.split(".")[-2:]) in MATRICES
         kind = "tables" if is_table else "matrices" if is_matrix else "rest"
         by_kind[kind].append(parameter)

@@ -34,7 +34,7 @@ DOCUMENTS = ["reset_attention_mask=true", "reset_position_ids=true", "eod_mask_l
         ["zero_optimization.stage=3", *LLAMA],
         ["precision=bf16", "zero_optimization.stage=3"],
         ["checkpoint_activations=true", *DOCUMENTS],
-        ["optimizer.type=Muon", "layers=[gated_delta, attention]"],
+        ["optimizer.type=Muon", "layers=[kda, attention]"],
         ["seq_length_schedule=[[16, 3], [32, 6]]"],
     ],
     ids=[
