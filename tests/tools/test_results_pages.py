@@ -1,7 +1,11 @@
 """Pages of docs/results whose tables are the output of the commands above them."""
 
 import glob
+import json
 import re
+import statistics
+from collections import defaultdict
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -34,7 +38,7 @@ def rewritten(page: Path, output: Path, capsys: pytest.CaptureFixture[str]) -> s
     return COMMAND.sub(with_output, page.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("name", ["claims.md", "context.md"])
+@pytest.mark.parametrize("name", ["claims.md", "context.md", "recipe.md"])
 def test_every_table_of_the_page_is_what_its_command_writes(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     page = ROOT / "docs/results" / name
@@ -42,3 +46,38 @@ def test_every_table_of_the_page_is_what_its_command_writes(name, tmp_path, monk
     assert len(COMMAND.findall(text)) >= text.count("\n    python tools/claims.py") > 0
     again = rewritten(page, tmp_path / "claims.md", capsys)
     assert again == text, "write it again: the output of each command goes below it"
+
+
+ENCODINGS = ["none", "rotary", "alibi", "kerple_log", "fox"]
+BY_RECIPE = {
+    "### Flip-flop": ("flip_flop", "token_accuracy", 1024),
+    "### Recall": ("recall", "token_accuracy", 256),
+    "### Code": ("code", "perplexity", 2048),
+}
+"""Sections of recipe.md: their rows, what is shown of them, and at which length."""
+
+
+def by_recipe(corpus: str, key: str, length: int) -> str:
+    """Mean ± standard deviation over seeds, with a line for each recipe."""
+    cells = defaultdict(list)
+    for line in (ROOT / f"docs/results/recipe/{corpus}.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if row["length"] == length:
+            recipe = tuple(row["cell"][axis] for axis in ("optimizer", "schedule", "gate"))
+            cells[recipe, row["cell"]["encoding"]].append(row[key])
+    scale = 100 if key == "token_accuracy" else 1
+    lines = [f"| recipe | {' | '.join(ENCODINGS)} |", "| --- |" + " ---: |" * len(ENCODINGS)]
+    for recipe in product(("adamw", "muon"), ("cosine", "wsd"), ("plain", "gated")):
+        shown = []
+        for encoding in ENCODINGS:
+            values = [scale * value for value in cells[recipe, encoding]]
+            shown.append(f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}")
+        lines.append(f"| {', '.join(recipe)} | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("title", BY_RECIPE)
+def test_the_tables_by_recipe_are_means_of_the_rows(title):
+    page = (ROOT / "docs/results/recipe.md").read_text(encoding="utf-8")
+    section = page.split(f"\n{title}\n")[1].split("\n#")[0]
+    assert by_recipe(*BY_RECIPE[title]) in section
