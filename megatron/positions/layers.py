@@ -48,7 +48,7 @@ def layers_of_kinds(section: Any) -> Counter[str]:
     """
     kinds = section.layers or (ATTENTION,)
     rounds, rest = divmod(section.num_layers, len(kinds))
-    counts = Counter(kinds[:rest])
+    counts: Counter[str] = Counter(kinds[:rest])
     for kind in kinds:
         counts[kind] += rounds
     return counts
