@@ -139,14 +139,14 @@ def gated_delta_rule(
     for q, k, v, beta, log_decay in zip(*chunks, strict=True):
         # Sums since the chunk began; cumsum is not deterministic on CUDA.
         total = k.new_ones(k.shape[2], k.shape[2]).tril() @ log_decay
-        decay, last = total.exp(), total[:, :, -1:]
+        decay = total.exp()
         # Of key j until query i, and 1 where j is later: [batch, heads, i, j, 1 or features].
         kept = (total[:, :, :, None] - total[:, :, None]).clamp(max=0).exp()
         a = beta * products(k, kept, k)
         b = beta * (v - (decay * k) @ state)
         u = torch.linalg.solve_triangular(a, b, upper=False, unitriangular=True)
         outputs.append((decay * q) @ state + products(q, kept, k).tril() @ u)
-        state = last.mT.exp() * state + ((last - total).exp() * k).mT @ u
+        state = decay[:, :, -1:].mT * state + (kept[:, :, -1] * k).mT @ u
     return torch.cat(outputs, dim=2), state
 
 
