@@ -45,10 +45,10 @@ class ScoreBias:
         rank = self.w.shape[3]
         return rank if self.u is None or rank == 1 else rank + 1
 
-    def of_queries(self, start: int, end: int) -> "ScoreBias":
-        """That of the queries start … end - 1 of a whole text, and the keys up to the last."""
-        u = None if self.u is None else self.u[:, :, start:end]
-        return ScoreBias(u, self.w[:, :, :end])
+    def of_queries(self, rows: slice, keys: int) -> "ScoreBias":
+        """That of some queries, and of the keys up to the last of them."""
+        u = None if self.u is None else self.u[:, :, rows]
+        return ScoreBias(u, self.w[:, :, :keys])
 
     def of_heads(self, heads: slice) -> "ScoreBias":
         """That of some heads."""

@@ -14,7 +14,7 @@ from megatron.attention.eager import BlockOfScores, BlockScores, eager
 
 ATTEND = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 GRADIENTS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-ROWS = 256  # queries of a block
+ROWS = 256
 
 
 def attend_moved(
@@ -22,14 +22,18 @@ def attend_moved(
 ) -> Tensor:
     """See megatron.attention.attention: memory grows with length, as blocks are recomputed.
 
-    On the CPU, and with nothing but the causal mask, keys before a block go to torch's kernel.
+    On the CPU, with the causal mask and at most a bias for each key, keys before a block go to
+    torch's kernel.
     """
     function, tensors = block_scores
     queries = q.shape[2]
-    alone = bias is None and all(option is None for option in more.values())
-    if alone and q.device.type == "cpu":
+    others = [bias, *(option for name, option in more.items() if name != "score_bias")]
+    of_keys = more["score_bias"]
+    by_key = of_keys is None or (of_keys.u is None and of_keys.w.shape[3] == 1)
+    if q.device.type == "cpu" and by_key and all(option is None for option in others):
         wide = torch.promote_types(v.dtype, torch.float32)
-        return Moved.apply(function, queries, v.to(wide), *tensors).to(q.dtype)
+        w = None if of_keys is None else of_keys.w[..., 0]
+        return Moved.apply(function, queries, v.to(wide), w, *tensors).to(q.dtype)
 
     def attend_block(block: Block) -> Tensor:
         start, end = block.start, block.end
@@ -38,7 +42,7 @@ def attend_moved(
         if more["segments"] is not None:
             options["segments"] = more["segments"][:, visible]
         if more["score_bias"] is not None:
-            options["score_bias"] = more["score_bias"].of_queries(start, end)
+            options["score_bias"] = more["score_bias"].of_queries(rows, visible.stop)
 
         def of_block(tensors: Sequence[Tensor], *_: int) -> tuple[Tensor, Tensor, Tensor]:
             return function(tensors, start, end)
@@ -55,67 +59,85 @@ def attend_moved(
 class Moved(torch.autograd.Function):
     """Causal attention in blocks of queries, whose scores the gradients compute again.
 
+    w [batch, heads, keys]: what is added to all scores of a key, or None.
+
     The softmax over two sets of keys is the mean of both, weighted by their sums of exponentials.
     So torch's gradients of one set are right if they are given the output and the sum of both.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, function: BlockOfScores, queries: int, v: Tensor, *tensors: Tensor
+        ctx: Any,
+        function: BlockOfScores,
+        queries: int,
+        v: Tensor,
+        w: Tensor | None,
+        *tensors: Tensor,
     ) -> Tensor:
         batch, heads, keys, features = v.shape
         out = v.new_empty(batch, heads, queries, features)
         log_sums = v.new_empty(batch, heads, queries)
         for block in blocks(queries, keys):
             far_q, far_k, own = function(tensors, block.start, block.end)
-            own = masked(own)
-            largest = own.amax(dim=-1, keepdim=True)
-            p = (own - largest).exp()
+            far_bias, own_bias = biases(w, block, own.dtype)
+            p = masked(own, own_bias)
+            largest = p.amax(dim=-1, keepdim=True)
+            p.sub_(largest).exp_()
             total = p.sum(dim=-1, keepdim=True)
-            result = p @ v[:, :, block.own] / total
+            result = (p @ v[:, :, block.own]).div_(total)
             log_sum = (largest + total.log())[..., 0]
             if block.before > 0:
                 far_v = as_wide(v[:, :, : block.before], far_k)
-                far, far_log_sum = ATTEND(far_q, far_k, far_v, scale=1.0)
+                far, far_log_sum = ATTEND(far_q, far_k, far_v, attn_mask=far_bias, scale=1.0)
                 share_of_far = (far_log_sum - log_sum).sigmoid()
                 result = torch.lerp(result, far[..., :features], share_of_far[..., None])
                 log_sum = torch.logaddexp(log_sum, far_log_sum)
             out[:, :, block.start : block.end] = result
             log_sums[:, :, block.start : block.end] = log_sum
         ctx.function, ctx.queries = function, queries
-        ctx.save_for_backward(out, log_sums, v, *tensors)
+        ctx.save_for_backward(out, log_sums, v, w, *tensors)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        all_out, log_sums, v, *tensors = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[3:]
+        all_out, log_sums, v, w, *tensors = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[4:]
         leaves = []
         for tensor, needed in zip(tensors, wanted, strict=True):
             leaves.append(tensor.detach().requires_grad_(needed))
         dv = torch.zeros_like(v)
+        dw = None if w is None else torch.zeros_like(w)
+        wide_v = v if w is None else F.pad(v, (0, 1))
         for block in blocks(ctx.queries, v.shape[2]):
             with torch.enable_grad():
                 far_q, far_k, own = ctx.function(leaves, block.start, block.end)
+            far_bias, own_bias = biases(w, block, own.dtype)
             rows = slice(block.start, block.end)
             out, log_sum = all_out[:, :, rows], log_sums[:, :, rows]
             d = dout[:, :, rows].contiguous()
-            p = (masked(own.detach()) - log_sum[..., None]).exp()
-            dp = d @ v[:, :, block.own].mT
-            down = p * (dp - (d * out).sum(dim=-1, keepdim=True))
+            p = masked(own.detach(), own_bias).sub_(log_sum[..., None]).exp_()
             dv[:, :, block.own] += p.mT @ d
+            down = (d @ v[:, :, block.own].mT).sub_((d * out).sum(dim=-1, keepdim=True)).mul_(p)
+            if dw is not None:
+                dw[:, :, block.own] += down.sum(dim=2)
             gradients = [(own, down)]
             if block.before > 0:
                 q, k = far_q.detach(), far_k.detach()
-                far_v = as_wide(v[:, :, : block.before], k)
+                if far_bias is not None:  # as a product, because masks get no gradient
+                    q = F.pad(q, (0, 1), value=1.0)
+                    k = torch.cat([k, far_bias.mT], dim=-1)
+                far_v = as_wide(wide_v[:, :, : block.before], k)
                 of_out = as_wide(d, k), q, k, far_v, as_wide(out, k), log_sum
                 dq, dk, dfar_v = GRADIENTS(*of_out, 0.0, False, scale=1.0)
                 dv[:, :, : block.before] += dfar_v[..., : v.shape[-1]]
+                if dw is not None:
+                    dw[:, :, : block.before] += dk[..., -1]
+                    dq, dk = dq[..., :-1], dk[..., :-1]
                 gradients += [(far_q, dq), (far_k, dk)]
             reached = [pair for pair in gradients if pair[0].requires_grad]
             torch.autograd.backward([score for score, _ in reached], [down for _, down in reached])
-        return None, None, dv, *(leaf.grad for leaf in leaves)
+        return None, None, dv, dw, *(leaf.grad for leaf in leaves)
 
 
 class Block(NamedTuple):
@@ -135,10 +157,28 @@ def blocks(queries: int, keys: int) -> Iterator[Block]:
         yield Block(start, end, before, slice(before, before + end - start))
 
 
-def masked(own: Tensor) -> Tensor:
-    """Scores of a block's own keys, -inf for keys after the query: [..., rows, rows]."""
+def biases(
+    w: Tensor | None, block: Block, dtype: torch.dtype
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Those of earlier keys and of a block's own: [batch, heads, 1, keys before | rows].
+
+    They are w less that of the last key, so that float32 holds what differs between neighbours.
+    """
+    if w is None:
+        return None, None
+    w = w[:, :, None, : block.own.stop]
+    near = (w - w[..., -1:]).to(dtype)
+    return near[..., : block.before], near[..., block.before :]
+
+
+def masked(own: Tensor, bias: Tensor | None) -> Tensor:
+    """A copy of a block's own scores, with the bias and -inf for keys after the query.
+
+    own [batch, heads, rows, rows], bias [batch, heads, 1, rows] -> as own
+    """
     later = torch.ones(own.shape[-2:], dtype=torch.bool, device=own.device).triu(1)
-    return own.masked_fill(later, -math.inf)
+    own = own.clone() if bias is None else own + bias
+    return own.masked_fill_(later, -math.inf)
 
 
 def as_wide(x: Tensor, keys: Tensor) -> Tensor:

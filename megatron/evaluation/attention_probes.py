@@ -57,7 +57,7 @@ def attention_by_distance(model: GPT, windows: Sequence[np.ndarray]) -> tuple[Te
             for start in range(first, length, BLOCK):
                 end = min(start + BLOCK, length)
                 if score_bias is not None:
-                    more["score_bias"] = score_bias.of_queries(start, end)
+                    more["score_bias"] = score_bias.of_queries(slice(start, end), end)
                 queries_of_block = q[:, :, start:end]
                 visible_keys = k[:, :, :end]
                 p = probabilities(queries_of_block, visible_keys, bias, **more)

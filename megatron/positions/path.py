@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from megatron.positions.registry import register, whole
 from megatron.positions.selective_rope import linear_weight
 
 CHUNK = 64  # tokens whose product has a closed form
+CHUNKS = 4  # chunks of a block: attention asks for 256 queries
 NORM_EPSILON = 1e-6
 
 
@@ -33,6 +35,16 @@ class Chunk(NamedTuple):
     moved: Tensor
 
 
+class Block(NamedTuple):
+    """Several chunks as one, or all earlier tokens: product and moved keys, as of `Chunk`."""
+
+    product: Tensor
+    moved: Tensor
+
+
+Part = TypeVar("Part", Chunk, Block)
+
+
 @register("path")
 class Path(Position):
     """k_jᵀ H_(j+1) … H_i q_i / √head_dim with H_t = I - β_t w_t w_tᵀ, by the content of token t.
@@ -40,7 +52,7 @@ class Path(Position):
     w is a map of low rank of the layer's input, then a causal convolution, SiLU, and length 1; β =
     2·sigmoid of a linear map. Each layer and head has its own (arXiv 2505.16381, with the released
     code's maps). The product over a chunk of tokens has a closed form, the UT transform, so that
-    4096 tokens take 2.1 to 3.6 times plain attention, and memory grows with length. Every new token
+    4096 tokens take 2.5 to 3.1 times plain attention, and memory grows with length. Every new token
     of a cached text changes all cached keys: the cache keeps them twice, as they were and in
     float32 as they are, and a token costs about twice as much attention.
 
@@ -86,19 +98,21 @@ class Path(Position):
             inverse = torch.linalg.solve_triangular(
                 identity + below, beta.mT * identity, upper=False, unitriangular=True
             )
-            product = torch.eye(head_dim, dtype=w.dtype, device=w.device) - w.mT @ inverse @ w
+            unmoved = torch.eye(head_dim, dtype=w.dtype, device=w.device)
+            product = unmoved - w.mT @ inverse @ w
             moved = k - (k @ w.mT).triu(1) @ inverse.mT @ w
 
-        of_all = (q, k, w, inverse, product, moved)
-        by_chunk = zip(*(t.unbind(2) for t in of_all), strict=True)
-        tensors = [tensor for chunk in by_chunk for tensor in chunk]
-        earlier = memory["keys"] if "keys" in memory else k.new_empty(*k.shape[:2], 0, head_dim)
-        tensors.append(earlier)
-        with torch.no_grad(), without_autocast(x):
-            chunks, _ = chunks_of(tensors)
-            keys = keys_after(chunks, earlier)
-            memory["keys"] = keys[:, :, : earlier.shape[2] + length].detach()
-        return block_of_scores, tensors
+            of_all = (q, k, w, inverse, product, moved)
+            chunks = [Chunk(*one) for one in zip(*(t.unbind(2) for t in of_all), strict=True)]
+            earlier = memory.get("keys", moved.new_empty(*moved.shape[:2], 0, head_dim))
+            blocks = [Block(unmoved, earlier)]
+            for start in range(0, len(chunks), CHUNKS):
+                blocks.append(joined(chunks[start : start + CHUNKS]))
+            tensors = [tensor for part in (*chunks, *blocks) for tensor in part]
+            with torch.no_grad():
+                keys = joined(blocks).moved[:, :, : earlier.shape[2] + length]
+            memory["keys"] = keys.detach()
+        return partial(block_of_scores, len(chunks)), tensors
 
     def transitions(self, x: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
         """w of length 1 and β: x [batch, length, hidden] -> [batch, heads, length, head_dim] and
@@ -125,26 +139,11 @@ class PathFox(Path):
         self.gate_weight = linear_weight(shape.heads, shape.hidden)
         self.gate_bias = nn.Parameter(torch.zeros(shape.heads))
 
-    def block_scores(self, q: Tensor, k: Tensor, x: Tensor, memory: Memory) -> BlockScores:
-        """As of Path. memory["total"] holds the sums of log f up to each key."""
-        function, tensors = super().block_scores(q, k, x, memory)
+    def score_bias(self, x: Tensor, memory: Memory) -> tuple[None, Tensor]:
+        """Minus the sum of log f up to each key, as of `fox`: [batch, heads, keys]."""
         with without_autocast(x):
             total = running_sum(self.log_gates(at_least_float32(x)), memory)
-            total = total / math.sqrt(self.shape.head_dim)
-
-        def gated(tensors: Sequence[Tensor], start: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
-            *of_path, total = tensors
-            far_q, far_k, own = function(of_path, start, end)
-            before, rows = far_k.shape[2], own.shape[2]
-            # The sum up to the query is the same for all of its keys.
-            total = total[:, :, : before + rows]
-            bias = (total[:, :, before, None] - total).to(own.dtype)
-            of_far, of_own = bias.split([before, rows], dim=2)
-            far_q = F.pad(far_q, (0, 1), value=1.0)
-            far_k = torch.cat([far_k, of_far[..., None]], dim=-1)
-            return far_q, far_k, own + of_own[:, :, None]
-
-        return gated, [*tensors, total]
+            return None, -total / math.sqrt(self.shape.head_dim)
 
     def log_gates(self, x: Tensor) -> Tensor:
         """log f: [batch, length, hidden] -> [batch, heads, length]."""
@@ -152,34 +151,32 @@ class PathFox(Path):
         return F.logsigmoid(gate).transpose(1, 2)
 
 
-def chunks_of(tensors: Sequence[Tensor]) -> tuple[list[Chunk], Tensor]:
-    """The chunks, and the keys of earlier tokens, of what Path gives to attention."""
-    count = len(Chunk._fields)
-    *of_chunks, earlier = tensors
-    starts = range(0, len(of_chunks), count)
-    return [Chunk(*of_chunks[start : start + count]) for start in starts], earlier
+def parts_of(kind: type[Part], tensors: Sequence[Tensor]) -> list[Part]:
+    """These tensors as chunks or blocks."""
+    count = len(kind._fields)
+    return [kind(*tensors[first : first + count]) for first in range(0, len(tensors), count)]
 
 
-def keys_after(chunks: Sequence[Chunk], earlier: Tensor) -> Tensor:
-    """All keys as these chunks leave them: [batch, heads, keys, head_dim]."""
-    features = earlier.shape[-1]
-    later = torch.eye(features, dtype=earlier.dtype, device=earlier.device)
-    keys = []
-    for chunk in reversed(chunks):
-        keys.append(chunk.moved @ later)
-        later = chunk.product.mT @ later
-    keys.append(earlier @ later)
-    return torch.cat(keys[::-1], dim=2)
+def joined(parts: Sequence[Chunk] | Sequence[Block]) -> Block:
+    """Neighbouring parts as one: the product of all, and their keys at the end of the last."""
+    *others, last = parts
+    keys, later = [last.moved], last.product.mT
+    for part in reversed(others):
+        keys.append(part.moved @ later)
+        later = part.product.mT @ later
+    return Block(later.mT, torch.cat(keys[::-1], dim=2))
 
 
 def block_of_scores(
-    tensors: Sequence[Tensor], start: int, end: int
+    chunk_count: int, tensors: Sequence[Tensor], start: int, end: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The function of `Position.block_scores`."""
-    chunks, earlier = chunks_of(tensors)
+    """The function of `Position.block_scores`, given the tensors of all chunks and blocks."""
+    of_chunks = chunk_count * len(Chunk._fields)
+    chunks, blocks = parts_of(Chunk, tensors[:of_chunks]), parts_of(Block, tensors[of_chunks:])
     size = chunks[0].q.shape[2]
-    assert start % size == 0
-    with without_autocast(earlier):
+    block, rest = divmod(start, size * CHUNKS)
+    assert rest == 0
+    with without_autocast(chunks[0].q):
         own_chunks = chunks[start // size : math.ceil(end / size)]
         moved_q, own = [], []
         for number, chunk in enumerate(own_chunks):
@@ -194,7 +191,7 @@ def block_of_scores(
             later = (len(own_chunks) - 1 - number) * size
             own.append(F.pad(torch.cat(scores[::-1], dim=-1), (0, later)))
         rows = end - start
-        far_k = keys_after(chunks[: start // size], earlier)
+        far_k = joined(blocks[: 1 + block]).moved
         return (
             torch.cat(moved_q, dim=2)[:, :, :rows],
             far_k,

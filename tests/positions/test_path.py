@@ -6,9 +6,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron.attention import attention
-from megatron.attention.eager import all_scores
+from megatron.attention.eager import ScoreBias, all_scores
 from megatron.errors import UserError
-from megatron.positions import Shape, build
+from megatron.positions import Position, Shape, build
+from megatron.positions.base import Memory
 from tests.positions.golden import FOLDER
 from tests.positions.test_authors import close, lower_triangle
 
@@ -22,6 +23,14 @@ def given(name: str, w: Tensor, beta: Tensor, log_f: Tensor | None):
     position.transitions = lambda x, memory: (w, beta)
     position.log_gates = lambda x: log_f
     return position
+
+
+def scores_of(position: Position, q: Tensor, k: Tensor, x: Tensor, memory: Memory) -> dict:
+    """What this encoding gives to attention."""
+    given = {"block_scores": position.block_scores(q, k, x, memory)}
+    if position.has("score_bias"):
+        given["score_bias"] = position.score_bias(x, memory)
+    return given
 
 
 def score_by_score(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, log_f: Tensor | None) -> Tensor:
@@ -50,16 +59,17 @@ def test_path_gives_the_numbers_of_its_authors(name, backend):
     lengths = [length for length in ("L16", "L48") if f"{length}.q" in inputs]
     assert lengths
     for length in lengths:
-        own = ("w", "beta", "log_f") if name == "path_fox" else ("w", "beta")
+        mapped = ("w", "beta", "log_f") if name == "path_fox" else ("w", "beta")
         leaves = {one: inputs[f"{length}.{one}"].double() for one in ("q", "k", "v")}
-        leaves |= {one: numbers[f"{length}.{one}"].double() for one in own}
+        leaves |= {one: numbers[f"{length}.{one}"].double() for one in mapped}
         for leaf in leaves.values():
             leaf.requires_grad_()
         q, k, v = leaves["q"], leaves["k"], leaves["v"]
         position = given(name, leaves["w"], leaves["beta"], leaves.get("log_f"))
-        block_scores = position.block_scores(q, k, inputs[f"{length}.x"].double(), {})
+        own = scores_of(position, q, k, inputs[f"{length}.x"].double(), {})
 
-        scores = all_scores(q, k, None, **NOTHING, block_scores=block_scores)
+        dense = own | {"score_bias": ScoreBias.of(own.get("score_bias"))}
+        scores = all_scores(q, k, None, **NOTHING, **dense)
         wanted = numbers.get(f"{name}.{length}.scores")
         if wanted is not None:
             # The softmax ignores what is the same for all keys of a query.
@@ -68,7 +78,7 @@ def test_path_gives_the_numbers_of_its_authors(name, backend):
             expected[..., rows, columns] = wanted.double()
             found = (scores - scores[..., :1])[: len(wanted)]
             close(lower_triangle(found), lower_triangle(expected - expected[..., :1]), 2e-5)
-        out = attention(q, k, v, block_scores=block_scores, backend=backend)
+        out = attention(q, k, v, **own, backend=backend)
         close(out, numbers[f"{name}.{length}.out"], 2e-5)
         (out * inputs[f"{length}.dout"].double()).sum().backward()
         for one, leaf in leaves.items():
@@ -95,12 +105,11 @@ def test_blocks_and_pieces_give_the_product_of_all_matrices(name):
         q, k, v = q.float(), k.float(), v.float()
         for end in (70, 71, 72, length):
             new = slice(begin, end)
-            block_scores = position.block_scores(q[:, :, new], k[:, :, new], x[:, new], memory)
-            own_q, visible_k, visible_v = q[:, :, new], k[:, :, :end], v[:, :, :end]
-            found = attention(own_q, visible_k, visible_v, block_scores=block_scores)
+            own = scores_of(position, q[:, :, new], k[:, :, new], x[:, new], memory)
+            found = attention(q[:, :, new], k[:, :, :end], v[:, :, :end], **own)
             close(found, expected[:, :, new], 2e-5)
             begin = end
-        found = attention(q, k, v, block_scores=position.block_scores(q, k, x, {}))
+        found = attention(q, k, v, **scores_of(position, q, k, x, {}))
         close(found, expected, 2e-5)
 
 
@@ -109,7 +118,7 @@ def test_masks_and_biases_act_in_blocks_as_on_all_scores():
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 3, length, 8, requires_grad=True) for _ in range(3))
     x, position = torch.randn(1, length, 24), build("path", SHAPE, taps=1)
-    total = torch.rand(1, 3, length, dtype=torch.float64).cumsum(2)
+    total = torch.rand(1, 3, length, dtype=torch.float64).cumsum(2).requires_grad_()
     options = {
         "window": {"window": 100},
         "chunks": {"chunk": 110},
@@ -122,7 +131,8 @@ def test_masks_and_biases_act_in_blocks_as_on_all_scores():
         for backend in ("eager", "sdpa"):
             block_scores = position.block_scores(q, k, x, {})
             out = attention(q, k, v, block_scores=block_scores, backend=backend, **option)
-            gradients = torch.autograd.grad(out.square().sum(), [q, k, v])
+            leaves = [q, k, v, total] if "score_bias" in option else [q, k, v]
+            gradients = torch.autograd.grad(out.square().sum(), leaves)
             results.append((out, *gradients))
         for found, expected in zip(*results, strict=True):
             close(found, expected, 2e-5)

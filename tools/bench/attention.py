@@ -103,7 +103,10 @@ class Candidate:
             if position.has("block_scores"):
 
                 def by_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                    return attention(q, k, v, block_scores=position.block_scores(q, k, text, {}))
+                    scores: dict[str, Any] = {"block_scores": position.block_scores(q, k, text, {})}
+                    if position.has("score_bias"):
+                        scores["score_bias"] = position.score_bias(text, {})
+                    return attention(q, k, v, **scores)
 
                 return by_blocks, list(position.parameters())
             turn = position.on_queries_keys
