@@ -44,7 +44,7 @@ def attention(
     """Causal attention with a bias that depends on head and distance.
 
     q [batch, heads, queries, head_dim]: the queries of the last `queries` keys' positions;
-    k [batch, heads, keys, head_dim], v [batch, heads, keys, features], mostly as many;
+    k [batch, heads, keys, head_dim], v [batch, heads, keys, features], at most as many;
     bias [heads, >= keys] float32: bias[h, d] is added to q·k/√head_dim of the key d tokens back;
     weight [heads, >= keys]: multiplies q·k/√head_dim before the bias (KERPLE's weight kernels);
     window: a query attends to the last `window` keys up to its own, all others are masked;

@@ -46,7 +46,7 @@ class ScoreBias:
         return rank if self.u is None or rank == 1 else rank + 1
 
     def of_queries(self, rows: slice, keys: int) -> "ScoreBias":
-        """That of some queries, and of the keys up to the last of them."""
+        """That of some queries, and of the first `keys` keys, which end at the last query's own."""
         u = None if self.u is None else self.u[:, :, rows]
         return ScoreBias(u, self.w[:, :, :keys])
 

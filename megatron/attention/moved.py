@@ -14,7 +14,7 @@ from megatron.attention.eager import BlockOfScores, BlockScores, eager
 
 ATTEND = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 GRADIENTS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-ROWS = 256
+ROWS = 256  # queries of a block; encodings rely on it (`Position.block_scores`)
 
 
 def attend_moved(
@@ -28,12 +28,13 @@ def attend_moved(
     function, tensors = block_scores
     queries = q.shape[2]
     others = [bias, *(option for name, option in more.items() if name != "score_bias")]
-    of_keys = more["score_bias"]
-    by_key = of_keys is None or (of_keys.u is None and of_keys.w.shape[3] == 1)
-    if q.device.type == "cpu" and by_key and all(option is None for option in others):
+    content = more["score_bias"]
+    one_for_each_key = content is None or (content.u is None and content.w.shape[3] == 1)
+    if q.device.type == "cpu" and one_for_each_key and all(option is None for option in others):
         wide = torch.promote_types(v.dtype, torch.float32)
-        w = None if of_keys is None else of_keys.w[..., 0]
-        return Moved.apply(function, queries, v.to(wide), w, *tensors).to(q.dtype)
+        w = None if content is None else content.w[..., 0]
+        with torch.autocast("cpu", enabled=False):
+            return Moved.apply(function, queries, v.to(wide), w, *tensors).to(q.dtype)
 
     def attend_block(block: Block) -> Tensor:
         start, end = block.start, block.end
@@ -160,9 +161,10 @@ def blocks(queries: int, keys: int) -> Iterator[Block]:
 def biases(
     w: Tensor | None, block: Block, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """Those of earlier keys and of a block's own: [batch, heads, 1, keys before | rows].
+    """Biases of the keys before a block [batch, heads, 1, keys], and of its own keys.
 
-    They are w less that of the last key, so that float32 holds what differs between neighbours.
+    Each is w less the w of the block's last key, so that float32 holds what differs between
+    neighbours.
     """
     if w is None:
         return None, None

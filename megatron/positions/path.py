@@ -35,14 +35,14 @@ class Chunk(NamedTuple):
     moved: Tensor
 
 
-class Block(NamedTuple):
+class Stretch(NamedTuple):
     """Several chunks as one, or all earlier tokens: product and moved keys, as of `Chunk`."""
 
     product: Tensor
     moved: Tensor
 
 
-Part = TypeVar("Part", Chunk, Block)
+Part = TypeVar("Part", Chunk, Stretch)
 
 
 @register("path")
@@ -52,8 +52,8 @@ class Path(Position):
     w is a map of low rank of the layer's input, then a causal convolution, SiLU, and length 1; β =
     2·sigmoid of a linear map. Each layer and head has its own (arXiv 2505.16381, with the released
     code's maps). The product over a chunk of tokens has a closed form, the UT transform, so that
-    4096 tokens take 2.5 to 3.1 times plain attention, and memory grows with length. Every new token
-    of a cached text changes all cached keys: the cache keeps them twice, as they were and in
+    4096 tokens take two to three times plain attention, and memory grows with length. Every new
+    token of a cached text changes all cached keys: the cache keeps them twice, as they were and in
     float32 as they are, and a token costs about twice as much attention.
 
     rank: rank of the linear map of all heads
@@ -78,7 +78,7 @@ class Path(Position):
 
     def block_scores(self, q: Tensor, k: Tensor, x: Tensor, memory: Memory) -> BlockScores:
         """See `Position.block_scores`. memory["keys"] holds earlier keys as the last token left
-        them: [batch, heads, keys, head_dim] float32."""
+        them: [batch, heads, keys, head_dim], at least float32."""
         length, head_dim = q.shape[2:]
         with without_autocast(x):
             w, beta = self.transitions(at_least_float32(x), memory)
@@ -105,7 +105,7 @@ class Path(Position):
             of_all = (q, k, w, inverse, product, moved)
             chunks = [Chunk(*one) for one in zip(*(t.unbind(2) for t in of_all), strict=True)]
             earlier = memory.get("keys", moved.new_empty(*moved.shape[:2], 0, head_dim))
-            blocks = [Block(unmoved, earlier)]
+            blocks = [Stretch(unmoved, earlier)]
             for start in range(0, len(chunks), CHUNKS):
                 blocks.append(joined(chunks[start : start + CHUNKS]))
             tensors = [tensor for part in (*chunks, *blocks) for tensor in part]
@@ -140,7 +140,10 @@ class PathFox(Path):
         self.gate_bias = nn.Parameter(torch.zeros(shape.heads))
 
     def score_bias(self, x: Tensor, memory: Memory) -> tuple[None, Tensor]:
-        """Minus the sum of log f up to each key, as of `fox`: [batch, heads, keys]."""
+        """Minus the sum of log f up to each key, as of `fox`: [batch, heads, keys].
+
+        memory["total"] holds the sums.
+        """
         with without_autocast(x):
             total = running_sum(self.log_gates(at_least_float32(x)), memory)
             return None, -total / math.sqrt(self.shape.head_dim)
@@ -157,14 +160,14 @@ def parts_of(kind: type[Part], tensors: Sequence[Tensor]) -> list[Part]:
     return [kind(*tensors[first : first + count]) for first in range(0, len(tensors), count)]
 
 
-def joined(parts: Sequence[Chunk] | Sequence[Block]) -> Block:
+def joined(parts: Sequence[Chunk] | Sequence[Stretch]) -> Stretch:
     """Neighbouring parts as one: the product of all, and their keys at the end of the last."""
     *others, last = parts
     keys, later = [last.moved], last.product.mT
     for part in reversed(others):
         keys.append(part.moved @ later)
         later = part.product.mT @ later
-    return Block(later.mT, torch.cat(keys[::-1], dim=2))
+    return Stretch(later.mT, torch.cat(keys[::-1], dim=2))
 
 
 def block_of_scores(
@@ -172,7 +175,7 @@ def block_of_scores(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The function of `Position.block_scores`, given the tensors of all chunks and blocks."""
     of_chunks = chunk_count * len(Chunk._fields)
-    chunks, blocks = parts_of(Chunk, tensors[:of_chunks]), parts_of(Block, tensors[of_chunks:])
+    chunks, blocks = parts_of(Chunk, tensors[:of_chunks]), parts_of(Stretch, tensors[of_chunks:])
     size = chunks[0].q.shape[2]
     block, rest = divmod(start, size * CHUNKS)
     assert rest == 0

@@ -37,6 +37,8 @@ def tables(position, length):
         yield from (position.distance_bias(length), position.distance_weight(length))
         if position.has("index_bias"):
             yield position.index_bias(indices, indices)
+        if position.has("score_bias"):
+            yield from position.score_bias(x, {})
         if position.has("block_scores"):
             function, tensors = position.block_scores(q, q, x, {})
             yield from function(tensors, 0, length)

@@ -142,3 +142,15 @@ def test_one_part_alone_gives_the_scores():
     with pytest.raises(UserError, match="parts: only one part can give the scores themselves"):
         build("sum", SHAPE, parts=["path", "path_fox"])
     assert build("sum", SHAPE, parts=["rotary", "path"]).has("block_scores")
+
+
+@pytest.mark.parametrize("name", ["path", "path_fox"])
+def test_autocast_rounds_no_product_of_attention(name):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 3, 300, 8)
+    x, position = torch.randn(1, 300, 24), build(name, SHAPE)
+    with torch.no_grad():
+        expected = attention(q, k, v, **scores_of(position, q, k, x, {}))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = attention(q, k, v, **scores_of(position, q, k, x, {}))
+    assert torch.equal(found, expected)
