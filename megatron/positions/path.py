@@ -104,7 +104,9 @@ class Path(Position):
 
             of_all = (q, k, w, inverse, product, moved)
             chunks = [Chunk(*one) for one in zip(*(t.unbind(2) for t in of_all), strict=True)]
-            earlier = memory.get("keys", moved.new_empty(*moved.shape[:2], 0, head_dim))
+            earlier = moved.new_empty(*moved.shape[:2], 0, head_dim)
+            if "keys" in memory:
+                earlier = memory["keys"]
             blocks = [Stretch(unmoved, earlier)]
             for start in range(0, len(chunks), CHUNKS):
                 blocks.append(joined(chunks[start : start + CHUNKS]))
