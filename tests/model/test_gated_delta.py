@@ -108,6 +108,8 @@ def test_a_layer_with_decays_by_feature_is_that_of_transformers_kimi_linear():
     )
     ours = KimiDelta(replace(MODEL, linear_num_key_heads=6, linear_key_head_dim=12))
     ours.norm.weight.uniform_(0.5, 2)
+    # Slower than the first values: with A up to 16 theirs is 2.4e-6 from float64, ours 7e-7.
+    ours.A_log.uniform_(0.01, 4).log_()
     names = {"convolution": "conv1d", "beta": "b_proj", "norm": "o_norm", "dense": "o_proj"}
     names |= {"decay.0": "forget_gate.f_a_proj", "decay.1": "forget_gate.f_b_proj"}
     names |= {"gate.0": "g_a_proj", "gate.1": "g_b_proj", "dt_bias": "forget_gate.dt_bias"}
@@ -120,7 +122,7 @@ def test_a_layer_with_decays_by_feature_is_that_of_transformers_kimi_linear():
     weights["forget_gate.A_log"] = weights.pop("A_log").view(1, 1, 6, 1)
     theirs.load_state_dict(weights)
     x = torch.randn(2, 141, 32)
-    torch.testing.assert_close(ours(x, None), theirs(x), rtol=0, atol=5e-6)
+    torch.testing.assert_close(ours(x, None), theirs(x), rtol=0, atol=2e-6)
 
 
 def test_first_values_are_those_of_flash_linear_attention():
