@@ -119,7 +119,8 @@ class Moved(torch.autograd.Function):
             d = dout[:, :, rows].contiguous()
             p = masked(own.detach(), own_bias).sub_(log_sum[..., None]).exp_()
             dv[:, :, block.own] += p.mT @ d
-            down = (d @ v[:, :, block.own].mT).sub_((d * out).sum(dim=-1, keepdim=True)).mul_(p)
+            dp = d @ v[:, :, block.own].mT
+            down = dp.sub_((d * out).sum(dim=-1, keepdim=True)).mul_(p)
             if dw is not None:
                 dw[:, :, block.own] += down.sum(dim=2)
             gradients = [(own, down)]

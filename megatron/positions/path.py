@@ -107,12 +107,12 @@ class Path(Position):
             earlier = moved.new_empty(*moved.shape[:2], 0, head_dim)
             if "keys" in memory:
                 earlier = memory["keys"]
-            blocks = [Stretch(unmoved, earlier)]
+            stretches = [Stretch(unmoved, earlier)]
             for start in range(0, len(chunks), CHUNKS):
-                blocks.append(joined(chunks[start : start + CHUNKS]))
-            tensors = [tensor for part in (*chunks, *blocks) for tensor in part]
+                stretches.append(joined(chunks[start : start + CHUNKS]))
+            tensors = [tensor for part in (*chunks, *stretches) for tensor in part]
             with torch.no_grad():
-                keys = joined(blocks).moved[:, :, : earlier.shape[2] + length]
+                keys = joined(stretches).moved[:, :, : earlier.shape[2] + length]
             memory["keys"] = keys.detach()
         return partial(block_of_scores, len(chunks)), tensors
 
@@ -157,7 +157,7 @@ class PathFox(Path):
 
 
 def parts_of(kind: type[Part], tensors: Sequence[Tensor]) -> list[Part]:
-    """These tensors as chunks or blocks."""
+    """These tensors as chunks or stretches."""
     count = len(kind._fields)
     return [kind(*tensors[first : first + count]) for first in range(0, len(tensors), count)]
 
@@ -175,11 +175,12 @@ def joined(parts: Sequence[Chunk] | Sequence[Stretch]) -> Stretch:
 def block_of_scores(
     chunk_count: int, tensors: Sequence[Tensor], start: int, end: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The function of `Position.block_scores`, given the tensors of all chunks and blocks."""
+    """The function of `Position.block_scores`, given the tensors of chunks, then of stretches."""
     of_chunks = chunk_count * len(Chunk._fields)
-    chunks, blocks = parts_of(Chunk, tensors[:of_chunks]), parts_of(Stretch, tensors[of_chunks:])
+    chunks = parts_of(Chunk, tensors[:of_chunks])
+    stretches = parts_of(Stretch, tensors[of_chunks:])
     size = chunks[0].q.shape[2]
-    block, rest = divmod(start, size * CHUNKS)
+    blocks_before, rest = divmod(start, size * CHUNKS)
     assert rest == 0
     with without_autocast(chunks[0].q):
         own_chunks = chunks[start // size : math.ceil(end / size)]
@@ -196,7 +197,7 @@ def block_of_scores(
             later = (len(own_chunks) - 1 - number) * size
             own.append(F.pad(torch.cat(scores[::-1], dim=-1), (0, later)))
         rows = end - start
-        far_k = joined(blocks[: 1 + block]).moved
+        far_k = joined(stretches[: 1 + blocks_before]).moved  # the first one is the earlier text
         return (
             torch.cat(moved_q, dim=2)[:, :, :rows],
             far_k,

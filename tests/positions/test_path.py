@@ -27,10 +27,10 @@ def given(name: str, w: Tensor, beta: Tensor, log_f: Tensor | None):
 
 def scores_of(position: Position, q: Tensor, k: Tensor, x: Tensor, memory: Memory) -> dict:
     """What this encoding gives to attention."""
-    given = {"block_scores": position.block_scores(q, k, x, memory)}
+    scores = {"block_scores": position.block_scores(q, k, x, memory)}
     if position.has("score_bias"):
-        given["score_bias"] = position.score_bias(x, memory)
-    return given
+        scores["score_bias"] = position.score_bias(x, memory)
+    return scores
 
 
 def score_by_score(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, log_f: Tensor | None) -> Tensor:

@@ -1,7 +1,6 @@
 """Pages of docs/results whose tables are the output of the commands above them."""
 
 import glob
-import json
 import re
 import statistics
 from collections import defaultdict
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.results.files import read_results
 from tests.support import ROOT
 from tools import claims, compare, show_results
 
@@ -60,8 +60,7 @@ BY_RECIPE = {
 def by_recipe(corpus: str, key: str, length: int) -> str:
     """Mean ± standard deviation over seeds, with a line for each recipe."""
     cells = defaultdict(list)
-    for line in (ROOT / f"docs/results/recipe/{corpus}.jsonl").read_text().splitlines():
-        row = json.loads(line)
+    for row in read_results([ROOT / f"docs/results/recipe/{corpus}.jsonl"]):
         if row["length"] == length:
             recipe = tuple(row["cell"][axis] for axis in ("optimizer", "schedule", "gate"))
             cells[recipe, row["cell"]["encoding"]].append(row[key])
