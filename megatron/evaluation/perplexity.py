@@ -96,8 +96,8 @@ def measured(
         kept = f"the loss over all targets is {loss}"
     elif not keys:
         kept = (
-            f"no key token: no target at a loss below {-rule.beta:g} gains more than {rule.alpha:g}"
-            f" by the context before the last {rule.trunc_len} tokens"
+            f"no key token: no target has a loss below {-rule.beta:g} (--beta) that rises by more"
+            f" than --alpha {rule.alpha:g} when it sees --trunc-len {rule.trunc_len} tokens alone"
         )
         if rule.trunc_len >= windows.length:
             kept = f"no key token: no context is longer than --trunc-len {rule.trunc_len}"

@@ -96,7 +96,7 @@ def import_checkpoint(
             )
     files, described, notes = tokenizer_of(opened, tokenizer)
     if not has_sums(folder):
-        notes.append(f"{folder} has no sums, so its files were not checked for damage")
+        notes.append(f"{folder} lists no checksums, so its files were not checked for damage")
     architecture = None
     compared: dict[str, Any] = {"reason": "no class of transformers has these weights"}
     if opened.kind == "huggingface":

@@ -339,7 +339,7 @@ def match_weights(start: Start, model: GPT) -> ParentWeights | None:
     )
     logger.info(
         f"fine-tuning {parent.path} ({start.parent_model}):\n"
-        f"  kept: the whole model outside its encoding, and of that {kept}\n"
+        f"  kept outside the encoding: all weights\n  kept in the encoding: {kept}\n"
         f"  dropped: {lost}\n  new: {fresh}"
     )
     return found

@@ -79,7 +79,9 @@ def test_the_perplexities_are_those_of_the_authors_code(variant):
     else:
         assert row["perplexity"] is None
         assert row["tokens"] == 0
-        assert row["reason"].startswith("no key token: no target at a loss below 2 gains more than")
+        assert row["reason"].startswith(
+            "no key token: no target has a loss below 2 (--beta) that rises by more than --alpha"
+        )
 
 
 def test_a_loss_that_is_not_finite_leaves_a_row_that_can_be_read(tmp_path):

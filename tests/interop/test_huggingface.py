@@ -364,7 +364,7 @@ def test_an_import_is_an_ordinary_checkpoint_with_its_origin(folder, tmp_path):
     file.write_text(file.read_text().replace("<|endoftext|>", "</s>"))
     *_, without_tokenizer, without_sums = import_checkpoint(source, tmp_path / "a").notes
     assert "has no tokenizer that is used" in without_tokenizer
-    assert without_sums == f"{source} has no sums, so its files were not checked for damage"
+    assert without_sums == f"{source} lists no checksums, so its files were not checked for damage"
     (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     done = call("tools/import_checkpoint.py", source, "-o", run)
     assert "Qwen3ForCausalLM (the largest is" in done.stdout

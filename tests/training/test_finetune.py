@@ -95,7 +95,8 @@ def test_the_parent_is_in_the_record_the_log_and_the_hash(grid, corpus, trained,
     assert (record["parent"], record["parent_model"]) == (parent, "mep_param step 4")
     assert caplog.text.count(
         f"fine-tuning {parent['path']} (mep_param step 4):\n"
-        "  kept: the whole model outside its encoding, and of that nothing\n"
+        "  kept outside the encoding: all weights\n"
+        "  kept in the encoding: nothing\n"
         "  dropped: positions.0.kernels.1.a, positions.0.kernels.1.p\n"
         "  new: positions.0.a, positions.0.p\n"
     )
