@@ -404,7 +404,8 @@ class Optimizer(Section):
     lr_wsd_decay_iters steps, so that decays of several lengths branch from one run. (GPT-NeoX's
     default is linear.)"""
     lr_wsd_decay_iters: Count = 0
-    """With wsd: steps of the decay, the last ones of lr_decay_iters. 0: none, the stable run."""
+    """With wsd: steps of the decay, the last ones of lr_decay_iters. In the step after them the
+    rate is min_lr (0 by default), and stays so. 0: no decay, the stable run."""
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of that decay, by Megatron-LM's names, at a share r of its steps; exponential:
     2 * 0.5^r - 1; minus_sqrt: 1 - sqrt(r)."""

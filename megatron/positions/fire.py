@@ -1,7 +1,4 @@
-"""FIRE: a learned function of distance relative to the query's position (arXiv 2310.04418, eq. 9).
-
-The paper has one encoding for each layer (pos_emb_shared: false). It calls the shared one FIRE-S.
-"""
+"""FIRE: a learned function of distance relative to the query's index (arXiv 2310.04418, eq. 9)."""
 
 import math
 from collections.abc import Sequence
@@ -29,8 +26,13 @@ MOST_LAYERS, MOST_WIDTH = 16, 4096
 class Fire(Position):
     """MLP(psi(d) / psi(max(L, i))) for query i and the key d tokens back, psi(x) = log(c·x + 1).
 
+    The paper's FIRE has an MLP in each layer: set pos_emb_shared: false. One for all layers, as by
+    default here, is its FIRE-S. Up to index L the bias depends on the distance alone, beyond it on
+    the query's index too. The paper's listing divides by psi + 1e-6, as here, and begins with L =
+    512 at every training length. The last layer has no bias, because the softmax ignores it.
+
     threshold: L = length_multiplier · threshold; by default half of seq_length, as in DAPE's code
-    mlp_layers: widths of the hidden layers, with ReLU between; the paper and DAPE's code have [32]
+    mlp_layers: widths of the hidden layers; the paper's listing and DAPE's code have [32]
     c, length_multiplier: first value, learned and kept positive
     activation: relu, or leaky_relu as for FIRE inside DAPE's code
     last_bias: whether the last layer has a bias too, which matters inside DAPE only

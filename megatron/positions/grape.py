@@ -176,9 +176,10 @@ class GrapeAP(Position):
     """Σ s log sigmoid(p_i·r_l / D) over the tokens l = j+1 … i, p = P x, with ALiBi's slopes s.
 
     The path integral form (GRAPE-AP, arXiv 2512.07805): r_l is p_l over its root mean square,
-    turned by -l radians. P is learned for each head in every layer. As in the released code p_i is
-    not turned, so the bias depends on where in the text both stand. Query and key meet inside the
-    sum, so attention needs all scores at once.
+    turned by -l radians, all of its pairs by the same angle. P is learned for each head in every
+    layer and begins near 0, so the bias begins near ALiBi's times ln 2 = 0.69. As in the released
+    code p_i is not turned: the bias depends on the indices of both, not on their distance alone.
+    Query and key meet inside the sum, so attention needs all scores at once.
 
     features: D, how many numbers p has for each head
     """
