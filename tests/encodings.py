@@ -22,6 +22,7 @@ HOOKS = (
     "on_queries_keys_by_content",
     "distance_bias",
     "distance_weight",
+    "score_scale",
     "index_bias",
     "score_bias",
     "block_scores",

@@ -152,14 +152,37 @@ def mask(
 
     Returns [queries, keys] bool; with segments [batch, 1, queries, keys].
     """
-    distance = query[:, None] - key
-    masked = distance < 0
-    if window is not None:
-        masked = masked | (distance >= window)
-    if chunk is not None:
-        chunks_between = query[:, None] // chunk - key // chunk
-        masked = masked | (chunks_between > 1)
+    masked = (key > query[:, None]) | (key < first_visible(query, window, chunk)[:, None])
     if segments is not None:
         other_document = segments[:, query, None] != segments[:, None, key]
         masked = masked | other_document[:, None]
     return masked
+
+
+def first_visible(query: Tensor, window: int | None, chunk: int | None) -> Tensor:
+    """The first key that a window and chunks leave to queries at these indices: same shape."""
+    first = torch.zeros_like(query)
+    if window is not None:
+        first = first.maximum(query - window + 1)
+    if chunk is not None:
+        first = first.maximum((query // chunk - 1) * chunk)
+    return first
+
+
+def visible_keys(
+    query: Tensor,
+    window: int | None,
+    chunk: int | None,
+    *,
+    sinks: int | None = None,
+    begin: Tensor | None = None,
+) -> Tensor:
+    """How many keys queries at these indices attend to: [queries] or, with begin, [batch, queries].
+
+    sinks: first keys of the text that stay visible beside a window
+    begin [batch, queries]: index of the first token of each query's document
+    """
+    first = first_visible(query, window, chunk)
+    if begin is not None:
+        first = first.maximum(begin)
+    return query + 1 - first + first.clamp(max=sinks or 0)

@@ -248,8 +248,8 @@ class Attention(Section):
     """Blockwise causal attention (xPos): a token attends to its own block of seq_length / 2 tokens
     and to the block before."""
     logn_scale: bool = False
-    """Multiply the scores of a query that attends to n tokens by max(1, log n / log seq_length);
-    in a layer with a window, n is at most the window."""
+    """Multiply the scores of a query that attends to n tokens by max(1, log n / log seq_length).
+    Tokens that a window, blocks, sinks or documents hide do not count."""
     paper_precision: bool = False
     """Round positions, distances and biases to bfloat16, and add up a mixture's kernels as
     probabilities, as KERPLE's and MEP's code does (docs/published_files.md). It counts for the
@@ -259,7 +259,7 @@ class Attention(Section):
     end-of-document token is the last one of each (docs/data.md). As in Megatron-LM."""
     reset_position_ids: bool = False
     """Beside reset_attention_mask: positions begin again at each document. It changes encodings
-    that count from the beginning of the text (learned, sinusoidal, ssmax) and logn_scale."""
+    that count from the beginning of the text (learned, sinusoidal)."""
 
 
 class Data(Section):
@@ -398,7 +398,7 @@ class Optimizer(Section):
     gradient_clipping: Scale = 1.0
     """Largest norm of the whole gradient, to which a larger one is scaled. 0: no clipping."""
     min_lr: Scale = 0.0
-    """The learning rate never falls below this."""
+    """The learning rate never falls below this; with lr_schedule: neox-2022 after the warm-up."""
     lr_decay_style: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Shape of the decay after the warm-up; wsd: the peak rate, then a decay in the last
     lr_wsd_decay_iters steps, so that decays of several lengths branch from one run. (GPT-NeoX's
@@ -415,7 +415,7 @@ class Optimizer(Section):
     """Share of lr_decay_iters with a rising learning rate."""
     lr_schedule: Literal["standard", "neox-2022"] = "standard"
     """neox-2022: as in KERPLE and MEP (the first step has rate 0, the decay is stretched over all
-    steps); standard: without these two flaws."""
+    steps); standard: without these two flaws, and min_lr holds in the warm-up too."""
 
     @property
     def lr(self) -> float:

@@ -124,7 +124,9 @@ def scores(
     Scores of later keys are 0. The first token is at `start`.
     q, k [1, heads, length, head_dim]; x [1, length, hidden]: the layer's input, for content
     """
+    scale = position.score_scale(torch.arange(start + 1, start + q.shape[2] + 1))
     q, k = position.on_queries_keys(q, k, start)
+    q = q if scale is None else q * scale[..., None]
     options: dict[str, Any] = dict.fromkeys(("window", "chunk", "segments", "index_bias"))
     if position.has("index_bias"):
         options["index_bias"] = lambda i, j: position.index_bias(start + i, start + j)
@@ -150,6 +152,9 @@ def effects_before(position: Position, end: int) -> dict[str, Tensor]:
     q, k = torch.randn(2, 1, shape.heads, CHUNK, shape.head_dim)
     effects = {"embedding": position.on_embeddings(x, start=start)}
     effects["query"], effects["key"] = position.on_queries_keys(q, k, start=start)
+    scale = position.score_scale(torch.arange(start + 1, end + 1))
+    if scale is not None:
+        effects["score scale"] = scale
     if position.has("on_queries_keys_by_content"):
         turned = position.on_queries_keys_by_content(q, k, x, {})
         effects["query by content"], effects["key by content"] = turned

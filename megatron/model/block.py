@@ -37,7 +37,7 @@ class AttentionInputs:
     bias [heads, keys] or None; start: index of the first query;
     method: changes where tokens stand; None: nothing does. With one, the cache holds keys as they
     were before on_queries_keys, and the text is one document;
-    query_scale [queries] or [batch, 1, queries]: multiplies the queries;
+    query_scale [heads or 1, queries], or with a batch before it: multiplies the queries;
     options: of megatron.attention.attention, such as window and backend;
     documents: where they lie, if attention keeps them apart;
     cache: keys, values and more of earlier tokens; None to keep nothing

@@ -47,10 +47,6 @@ class Documents:
         first = torch.where(after_an_end, index, 0).cummax(dim=1).values
         return (index - first)[:, self.new]
 
-    def scale(self, by_place: Tensor) -> Tensor:
-        """Values for the new queries: by_place [places] -> [batch, 1, length]."""
-        return by_place[self.places][:, None]
-
 
 def by_document(
     hook: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor, ...], documents: Documents

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.attention import Choice, Needs, choose, joined
+from megatron.attention.eager import visible_keys
 from megatron.errors import UserError
 from megatron.model.block import AttentionInputs, Block, Context, normalisation
 from megatron.model.cache import Cache, LayerCache
@@ -176,11 +177,7 @@ class GPT(nn.Module):
         start, count: the place of x's first token, and how many it has; length: of the whole text
         """
         settings = self.attention
-        scale = None
-        if settings.logn_scale and documents is not None and documents.restart:
-            scale = documents.scale(self.position.log_n_scale(0, length))
-        elif settings.logn_scale:
-            scale = self.position.log_n_scale(start, count)
+        query = torch.arange(start, start + count, device=self.word_embeddings.weight.device)
         tables: dict[Position, tuple[Tensor | None, Tensor | None]] = {}
         inputs: dict[tuple[Position, int | None], AttentionInputs] = {}
         layers = self._layers
@@ -192,9 +189,6 @@ class GPT(nn.Module):
                     clipped(position.distance_bias(columns), settings.clip_distance),
                     clipped(position.distance_weight(columns), settings.clip_distance),
                 )
-            query_scale = scale
-            if scale is not None and window is not None:  # a query sees at most that many tokens
-                query_scale = scale.minimum(self.position.log_n_scale(window - 1, 1))
             bias, weight = tables[position]
             options = {
                 "weight": weight,
@@ -210,7 +204,7 @@ class GPT(nn.Module):
                 options,
                 method=method,
                 start=start,
-                query_scale=query_scale,
+                query_scale=self._query_scale(position, window, query, documents),
                 documents=documents,
                 context=self.context,
             )
@@ -222,6 +216,27 @@ class GPT(nn.Module):
             else:
                 of_layers.append(kept)
         return of_layers
+
+    def _query_scale(
+        self, position: Position, window: int | None, query: Tensor, documents: Documents | None
+    ) -> Tensor | None:
+        """What multiplies the queries of such layers, by how many keys each attends to.
+
+        query [queries]: indices -> [heads or 1, queries], or with a batch before it; or None
+        """
+        logn_scale = self.attention.logn_scale
+        if not logn_scale and not position.has("score_scale"):
+            return None
+        method, sinks = self._method_of(position, window), None
+        if method is not None and "sinks" in method.options:
+            window, sinks = method.options["window"], method.options["sinks"]
+        begin = None if documents is None else query - documents.places
+        count = visible_keys(query, window, self.chunk, sinks=sinks, begin=begin)
+        scale = position.score_scale(count)
+        if logn_scale:
+            log_n = position.log_n_scale(count)[..., None, :]
+            scale = log_n if scale is None else scale * log_n
+        return scale
 
     def losses(self, x: Tensor, labels: Tensor) -> Tensor:
         """Cross entropy of each token in float32.

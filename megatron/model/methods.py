@@ -318,7 +318,7 @@ class Text:
     """Queries, keys and values of a layer, before its encoding has acted on queries and keys.
 
     q [batch, heads, queries, head_dim] of the last keys; k, v [batch, key heads, keys, head_dim];
-    bias [heads, distances] or None; query_scale [queries] or [heads, queries]: multiplies the
+    bias [heads, distances] or None; query_scale [heads or 1, queries]: multiplies the
     queries; options: of megatron.attention.attention
     """
 

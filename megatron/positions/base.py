@@ -49,7 +49,7 @@ class Position(Float32Module):
     """A positional encoding: override any of its hooks. Its numbers stay in float32.
 
     The hooks are `prepare`, `on_embeddings`, `on_queries_keys`, `distance_bias`,
-    `distance_weight`, `index_bias`, `score_bias`, `block_scores` and `on_scores`;
+    `distance_weight`, `score_scale`, `index_bias`, `score_bias`, `block_scores` and `on_scores`;
     docs/add_an_encoding.md has an example of each.
 
     per_layer: every layer needs parameters of its own, whatever `pos_emb_shared` says
@@ -161,6 +161,14 @@ class Position(Float32Module):
         """Table that multiplies q·k/√head_dim before the bias: [heads, length] float32, or None."""
         return None
 
+    def score_scale(self, visible_keys: Tensor) -> Tensor | None:
+        """Factor of the scores of queries that attend to so many keys: [queries] int64, or with a
+        batch before it -> […, heads, queries] float32, or None.
+
+        It multiplies q after the other hooks that change it, and acts in every layer.
+        """
+        return None
+
     def index_bias(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Bias that needs the positions of query and key, and not only their distance.
 
@@ -269,6 +277,8 @@ class Position(Float32Module):
             reason = "on_queries_keys_by_content is given all heads"
         elif self.has("block_scores"):
             reason = "block_scores is given all heads"
+        elif self.has("score_scale"):
+            reason = "score_scale gives a factor for each of all heads"
         elif self.has("on_queries_keys") and not self.heads_alike:
             reason = "its on_queries_keys does not say that it does the same to all (heads_alike)"
         if reason is not None:
@@ -357,13 +367,13 @@ class Position(Float32Module):
             total = total + self.index_bias(queries, keys)
         return total
 
-    def log_n_scale(self, start: int, length: int) -> Tensor:
-        """max(1, log n / log train_length) for a query with n visible keys: [length] float32.
+    def log_n_scale(self, visible_keys: Tensor) -> Tensor:
+        """max(1, log n / log train_length) for queries with n visible keys: same shape, float32.
 
         Log-n attention scaling in the form without training: Su 2021, kexue.fm/archives/8823.
         """
-        visible_keys = start + self.distances(length) + 1
-        return (visible_keys.log() / math.log(self.shape.train_length)).clamp(min=1.0)
+        log_n = visible_keys.to(self.origin.dtype).log()
+        return (log_n / math.log(self.shape.train_length)).clamp(min=1.0)
 
     def reference(self) -> Iterator[tuple[str, Tensor]]:
         """(name in the forks' checkpoints, our tensor): load parameters, compare buffers."""
@@ -409,6 +419,9 @@ class Around(Position):
 
     def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> Pair:
         return self.inner.on_queries_keys(q, k, start)
+
+    def score_scale(self, visible_keys: Tensor) -> Tensor | None:
+        return self.inner.score_scale(visible_keys)
 
 
 class DistanceBias(Position):

@@ -37,6 +37,7 @@ OTHER_HOOKS = (
     "on_queries_keys",
     "on_queries_keys_by_content",
     "distance_weight",
+    "score_scale",
     "index_bias",
     "score_bias",
     "on_scores",

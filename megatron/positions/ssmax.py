@@ -1,13 +1,11 @@
 """Scalable softmax: scores grow with the logarithm of the number of keys (arXiv 2501.19399)."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron.positions.base import Pair, Position, Shape
-from megatron.positions.precision import without_autocast
+from megatron.positions.base import Position, Shape
 from megatron.positions.registry import positive, register, switch
 
 
@@ -16,7 +14,8 @@ class SSMax(Position):
     """softmax(s · ln n · q·k/√head_dim) for a query with n visible keys, s learned for each head.
 
     Alone it has no positions; `sum` joins it to an encoding, such as rotary. Every layer has its
-    own s. The factor has no lower limit: it is below 1 in texts shorter than exp(1 / s). With
+    own s. Keys that a window, blocks or documents hide do not count. The factor has no lower limit:
+    it is below 1 in texts shorter than exp(1 / s). With
     `scale: null` and `learned: false` it is the trained form of log-n scaling (Su 2021,
     kexue.fm/archives/8823). For models that were trained without it, use the key `logn_scale`.
 
@@ -46,23 +45,11 @@ class SSMax(Position):
             self.register_buffer("fixed", first, persistent=False)
         self.offset = nn.Parameter(torch.zeros(shape.heads)) if switch("bias", bias) else None
 
-    def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> Pair:
-        """[batch, heads, length, head_dim] each -> same; the factor is computed in float32."""
-        with without_autocast(q):
-            factor = self.factor(start, q.shape[-2])
-            return (q * factor[..., None]).to(q.dtype), k
-
-    def on_queries_keys_at(
-        self, q: Tensor, k: Tensor, query: Tensor, key: Tensor, *, start: int = 0, **place: Any
-    ) -> Pair:
-        """The same at any position: what counts is how many keys come before."""
-        return self.on_queries_keys(q, k, start)
-
-    def factor(self, start: int, length: int) -> Tensor:
-        """The factor of each query's scores: [heads, length] float32."""
-        visible_keys = start + self.distances(length) + 1
+    def score_scale(self, visible_keys: Tensor) -> Tensor:
+        """[queries] int64, or with a batch before it -> […, heads, queries] float32."""
         scale = self.fixed if self.scale is None else self.bounded("scale")
-        factor = scale[:, None] * visible_keys.log()
+        log_n = visible_keys.to(self.origin.dtype).log()
+        factor = scale[:, None] * log_n[..., None, :]
         if self.offset is not None:
             factor = factor + self.bounded("offset")[:, None]
         return factor

@@ -110,6 +110,14 @@ class Sum(Position):
                 product = weight if product is None else product * weight
         return product
 
+    def score_scale(self, visible_keys: Tensor) -> Tensor | None:
+        product = None
+        for part in self._parts:
+            scale = part.score_scale(visible_keys)
+            if scale is not None:
+                product = scale if product is None else product * scale
+        return product
+
     def index_bias(self, queries: Tensor, keys: Tensor) -> Tensor:
         biases = [part.index_bias(queries, keys) for part in self._parts if part.has("index_bias")]
         return sum(biases[1:], biases[0])

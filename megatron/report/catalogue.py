@@ -39,6 +39,7 @@ was learned. `python tools/check_encoding.py NAME` tests the properties that it 
 COSTS = {
     "distance_bias": "a table by distance for each step",
     "distance_weight": "a table that multiplies the scores; on the CPU without a fused kernel",
+    "score_scale": "queries change: time grows with length",
     "index_bias": "a bias for each pair of tokens: time grows with length²",
     "score_bias": "a number for each key and head",
     "block_scores": "two to three times plain attention; cached keys change with every token",

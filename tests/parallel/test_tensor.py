@@ -41,6 +41,7 @@ def test_ranks_that_share_layers_train_and_continue_as_one_does(forks, grid, cor
     for name in found["refused"]:
         encoding = REGISTRY[name]
         whole_heads = ("on_scores", "block_scores", "on_queries_keys_by_content", "on_queries_keys")
+        whole_heads += ("score_scale",)
         assert any(getattr(encoding, hook) is not getattr(Position, hook) for hook in whole_heads)
     for case, differences in found["differences"].items():
         assert len(differences) > 20
@@ -72,7 +73,7 @@ def test_what_ranks_cannot_share_is_refused(grid):  # noqa: F811
     for words, message in {
         (two, "pos_emb=cope"): "CoPE cannot be computed for some of the heads, because on_scores",
         (two, "pos_emb=path"): "Path cannot be computed for some of the heads, because block_sc",
-        (two, "pos_emb=ssmax"): "SSMax cannot be computed for some of the heads, because its on_",
+        (two, "pos_emb=ssmax"): "SSMax cannot be computed for some of the heads, because score_",
         (two, "torch_compile=true"): "torch_compile: compiles no exchange between",
         (two, "context_parallel_size=2"): "2 ranks that share a text do not share layers too",
         ("pipe_parallel_size=4",): "must be <= 1, got 4; there are no pipeline stages: to divide",

@@ -255,6 +255,8 @@ def output_of(position: Position, q: Tensor, k: Tensor, v: Tensor, x: Tensor) ->
     length = q.shape[2]
     q, k = position.on_queries_keys(q, k)
     q, k = position.on_queries_keys_by_content(q, k, x, {})
+    scale = position.score_scale(torch.arange(1, length + 1))
+    q = q if scale is None else q * scale[..., None]
     on_scores = None
     if position.has("on_scores"):
         on_scores = partial(position.on_scores, x=x, memory={})

@@ -2,9 +2,13 @@
 
 import math
 
+import pytest
 import torch
+from torch import Tensor
 
+from megatron.model import AttentionSettings
 from megatron.positions import Shape, build
+from tests.model.test_cache import in_pieces, model
 from tests.positions.test_authors import output_of
 
 SHAPE = Shape(heads=3, head_dim=8, hidden=24, train_length=64)
@@ -30,7 +34,58 @@ def test_weights_are_powers_of_the_number_of_visible_keys():
 def test_without_learning_the_factor_is_one_at_the_training_length_and_less_before():
     ours = build("ssmax", SHAPE, scale=None, learned=False)
     assert [*ours.parameters()] == []
-    factor = ours.factor(0, 256)
+    factor = ours.score_scale(torch.arange(1, 257))
     expected = torch.arange(1, 257).log() / math.log(64)
     torch.testing.assert_close(factor, expected.expand(3, -1), rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(ours.factor(100, 5), factor[:, 100:105], rtol=0, atol=0)
+
+
+def in_window(query: Tensor, key: Tensor) -> Tensor:
+    return query - key < 20
+
+
+def in_blocks(query: Tensor, key: Tensor) -> Tensor:
+    return query // 24 - key // 24 <= 1  # half of seq_length
+
+
+def in_window_or_sinks(query: Tensor, key: Tensor) -> Tensor:
+    return in_window(query, key) | (key < 3)
+
+
+VISIBLE = {
+    "window": ({"window": 20}, in_window),
+    "blockwise": ({"blockwise": True}, in_blocks),
+    "both": ({"window": 20, "blockwise": True}, in_window),
+    "sinks": ({"window": 20, "sinks": 3}, in_window_or_sinks),
+    "lm_infinite": ({"method": "lm_infinite,window=20,sinks=3"}, in_window_or_sinks),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["ssmax", "logn_scale"])
+@pytest.mark.parametrize(("settings", "visible"), VISIBLE.values(), ids=VISIBLE)
+@torch.no_grad()
+def test_n_is_the_number_of_keys_that_a_query_attends_to(settings, visible, name, backend):
+    """The output of a layer by a mask in float64, whose rows are counted."""
+    is_ssmax = name == "ssmax"
+    gpt = model("ssmax" if is_ssmax else "none", "num_layers=1")
+    gpt.use_attention(
+        AttentionSettings(attention_backend=backend, logn_scale=not is_ssmax, **settings)
+    )
+    layer, tensors = gpt.layers[0].attention, []
+    layer.query_key_value.register_forward_hook(lambda _, x, fused: tensors.append(fused))
+    layer.dense.register_forward_hook(lambda _, x, y: tensors.append(x[0]))
+    ids = torch.randint(50, (2, 141))
+    logits = gpt(ids)
+
+    fused, found = (tensor.double() for tensor in tensors)
+    q, k, v = fused.view(2, 141, 4, 24).transpose(1, 2).split(8, dim=3)
+    index = torch.arange(141)
+    query, key = index[:, None], index
+    mask = (key <= query) & visible(query, key)
+    log_n = mask.sum(1).double().log()
+    factor = 0.43 * log_n if is_ssmax else (log_n / math.log(48)).clamp(min=1)
+    scores = factor[:, None] * (q @ k.mT) / math.sqrt(8)
+    attended = scores.masked_fill(~mask, -math.inf).softmax(-1) @ v
+    torch.testing.assert_close(found, attended.transpose(1, 2).flatten(2), rtol=0, atol=1e-5)
+    in_parts = in_pieces(gpt, ids, [1, 30, 1, 50, 59])
+    torch.testing.assert_close(in_parts, logits, rtol=0, atol=1e-4)
