@@ -28,7 +28,8 @@ class GrapeM(Turning):
 
     The commuting form of GRAPE-M with the released code's parameters: frequencies exp(f / 16) for
     turns by position, or exp(f) for steps by content, with w and b divided by 16 too. Each layer
-    has its own.
+    has its own. As in that code it turns the other way than rotary: a model that is fine-tuned from
+    rotary begins at another function.
 
     by_content: whether the step from token t to the next depends on the layer's input, per head
     by_head: whether each head has frequencies of its own

@@ -22,16 +22,18 @@ def learning_rate(step: int, optimizer: Optimizer) -> float:
     Standard: linear warm-up, then a decay that would reach the floor one step after the last.
     wsd: between them the rate stays at its peak (arXiv 2404.06395; shapes as in Megatron-LM).
     neox-2022: as GPT-NeoX computed it when KERPLE and MEP were made (learning_rates.py at 738b87e).
-    The first step has rate 0. The decay is divided by the whole length, not by what the warm-up
-    leaves, so the rate stays constant in the last `warmup` steps.
+    The first step has rate 0, and the floor holds after the warm-up alone. The decay is divided by
+    the whole length, not by what the warm-up leaves, so the rate stays constant in the last
+    `warmup` steps.
     """
     peak, floor = optimizer.lr, optimizer.min_lr
     steps = max(1, optimizer.lr_decay_iters)
     warmup = optimizer.warmup * optimizer.lr_decay_iters
     old = optimizer.lr_schedule == "neox-2022"
     reached = min(step, steps - warmup) if old else step + 1
-    if reached < warmup:
-        return max(floor, peak * reached / warmup)
+    if warmup and (step <= warmup if old else reached < warmup):
+        rate = peak * reached / warmup
+        return rate if old else max(floor, rate)
     start = warmup
     if optimizer.lr_decay_style == "wsd":
         start = steps - optimizer.lr_wsd_decay_iters

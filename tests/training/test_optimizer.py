@@ -1,5 +1,7 @@
 """Schedules at their ends and in between, and steps of Muon."""
 
+import math
+
 import pytest
 import torch
 
@@ -29,9 +31,22 @@ def test_the_standard_schedule_never_wastes_a_step(style):
     assert len(set(found[100:])) == 900
 
 
-def test_constant_stays_at_its_peak_and_the_floor_holds_everywhere():
+def test_constant_stays_at_its_peak():
     assert set(rates("lr_decay_style=constant", "warmup=0")) == {1.0}
-    assert min(rates("lr_schedule=neox-2022", "min_lr=0.3")) == 0.3
+
+
+@pytest.mark.parametrize("warmup", [0.1, 0.7, 0])
+def test_the_schedule_of_2022_has_its_floor_after_the_warm_up_alone(warmup):
+    """AnnealingLR.get_lr of GPT-NeoX at 738b87e: a warm-up from 0 returns before the floor."""
+    found = rates("lr_schedule=neox-2022", "min_lr=0.3", f"warmup={warmup}")
+    rising = int(1000 * warmup)
+    for step, rate in enumerate(found):
+        reached = min(step, 1000 - rising)
+        if rising and step <= rising:
+            expected = reached / rising
+        else:
+            expected = max(0.3, (math.cos(math.pi * (reached - rising) / 1000) + 1) / 2)
+        assert rate == pytest.approx(expected), step
 
 
 def test_wsd_stays_at_its_peak_and_decays_by_the_shapes_of_megatron_lm():
