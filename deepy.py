@@ -13,6 +13,8 @@ kills them within 30 seconds and exits with 1.
 import argparse
 import os
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -27,14 +29,13 @@ from megatron.cli_errors import print_line, status_of
 from megatron.config import Config
 from megatron.config.document import help_text
 from megatron.errors import UserError
-from megatron.files import ROOT
+from megatron.files import ROOT, read_small
 from megatron.parallel.grid import free_port
 from megatron.parallel.launcher import Launcher, environments
 from megatron.training.batches import likely_rows
 from megatron.training.fits import check_fits
 
 LAUNCHER = "deepy.py"
-# Without a network when it is one process.
 ON_THIS_MACHINE = ("evaluate.py", "generate.py")
 ONE_PROCESS = ("generate.py",)
 PURPOSES = {"train.py": "train", "evaluate.py": "evaluate"}
@@ -50,7 +51,14 @@ FOR_OTHER_MACHINES = (
     "master_port",
 )
 
-HOST = re.compile(r"[\w.:-]+\s+slots=[1-9]\d*")
+HOST = re.compile(r"((?:\w[\w.-]*@)?(\w[\w.:-]*))\s+slots=([1-9]\d{0,3})")
+LARGEST_HOSTFILE = 1_000_000  # bytes
+CONNECTION = 15  # seconds in which a machine must answer ssh
+# The program by which DeepSpeed knows that a launcher is installed.
+PROGRAMS = {
+    **{"pdsh": "pdsh", "openmpi": "ompi_info", "mvapich": "mpiname"},
+    **{"slurm": "sinfo", "mpich": "mpirun", "impi": "mpirun"},
+}
 
 Device = int | str  # as CUDA_VISIBLE_DEVICES names it: a number, or an identifier of a MIG slice
 
@@ -115,12 +123,13 @@ def checked_config(script: Path, words: Sequence[str]) -> Config | None:
 def launch(script: Path, words: Sequence[str], config: Config | None) -> NoReturn:
     """Become the script if one process does, else start one for each device and wait."""
     cuda = torch.cuda.is_available()
+    if not cuda:
+        os.environ["DS_ACCELERATOR"] = "cpu"
     environment = dict(os.environ)
     environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environment.get('PYTHONPATH', '')}".rstrip(":")
-    if not cuda:
-        environment["DS_ACCELERATOR"] = "cpu"
     on_this_machine = script.name in ON_THIS_MACHINE
     if config and config.launch.hostfile is not None and not on_this_machine:
+        check_reachable(hosts_of(config), config)
         _become(on_many_machines(script, words, config), environment)
 
     devices = devices_for(script, config)
@@ -134,8 +143,6 @@ def launch(script: Path, words: Sequence[str], config: Config | None) -> NoRetur
         check_fits(config, likely_rows(config), ranks=count, ranks_here=count, device=kind)
 
     command = ["-u", str(script), *words]
-    if on_this_machine and len(devices) == 1:
-        _become(command, environment)
     port = (config.launch.master_port if config else None) or free_port()
     ranks = environments(environment, len(devices), port)
     if len(ranks) == 1:
@@ -199,21 +206,106 @@ def devices_for(script: Path, config: Config | None) -> list[Device]:
     return devices[:wanted]
 
 
-def on_many_machines(script: Path, words: Sequence[str], config: Config) -> list[str]:
-    """The launcher that starts processes on the machines of a hostfile.
+def hosts_of(config: Config) -> list[str]:
+    """The machines of the hostfile that are chosen, as ssh names them.
 
     Raises UserError if the hostfile does not exist or is not one.
     """
     hostfile = Path(str(config.launch.hostfile))
     if not hostfile.is_file():
         raise UserError(f"hostfile: {hostfile} does not exist; it has lines `host slots=8`")
-    for number, line in enumerate(hostfile.read_bytes().split(b"\n"), 1):
+    try:
+        lines = read_small(hostfile, LARGEST_HOSTFILE).split(b"\n")
+    except OSError as fault:
+        raise UserError(
+            f"hostfile: {hostfile}: cannot be read ({fault.strerror}) - name a file with lines"
+            " `host slots=8`"
+        ) from None
+    devices: dict[str, list[int]] = {}
+    line_of: dict[str, int] = {}
+    for number, line in enumerate(lines, 1):
         text = line.decode("utf-8", errors="replace").split("#")[0].strip()
-        if text and not HOST.fullmatch(text):
+        if not text:
+            continue
+        match = HOST.fullmatch(text)
+        if match is None:
             raise UserError(
                 f"hostfile: {hostfile}:{number}: {text[:80]!r} is no line `host slots=8` - one"
                 " machine in each line, with its number of devices"
             )
+        name, machine, slots = match.groups()
+        if machine in line_of:
+            raise UserError(
+                f"hostfile: {hostfile}: {machine} stands in lines {line_of[machine]} and {number} -"
+                " give each machine once, with all its devices"
+            )
+        line_of[machine] = number
+        devices[name] = list(range(int(slots)))
+    if not devices:
+        raise UserError(f"hostfile: {hostfile} has no machine - write lines `host slots=8`")
+
+    from deepspeed.launcher.runner import LAUNCHER_CLASSES, parse_resource_filter
+
+    include, exclude = config.launch.include or "", config.launch.exclude or ""
+    try:
+        chosen = parse_resource_filter(devices, include, exclude)
+        LAUNCHER_CLASSES[config.launch.launcher].validate_active_resources(chosen)
+    except ValueError as fault:
+        raise UserError(
+            f"hostfile: {hostfile} does not fit include, exclude or launcher ({fault}) - write"
+            " include: host:0,1@other:0, and the name of a user into ~/.ssh/config"
+        ) from None
+    if not chosen:
+        raise UserError(f"exclude: {exclude!r} leaves no device")
+    return list(chosen)[: config.launch.num_nodes]
+
+
+def check_reachable(hosts: Sequence[str], config: Config) -> None:
+    """Raises UserError if DeepSpeed's launcher could not start processes on these machines."""
+    launcher = config.launch.launcher
+    if len(hosts) > 1 and not shutil.which(PROGRAMS[launcher]):
+        raise UserError(
+            f"launcher: {launcher} is not installed here (no program {PROGRAMS[launcher]}) -"
+            " install it, or start on each machine with torchrun"
+        )
+    if launcher != "pdsh":
+        hosts = hosts[:1]  # DeepSpeed asks it alone, and the launcher reaches the others
+    # DeepSpeed takes the address of the first machine from this.
+    question = ["hostname"] if config.launch.master_addr else ["hostname", "-I"]
+    settings = ("BatchMode=yes", "PasswordAuthentication=no", f"ConnectTimeout={CONNECTION}")
+    options = [word for setting in settings for word in ("-o", setting)]
+    try:
+        several = [
+            subprocess.Popen(
+                ["ssh", *options, host, *question],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+            )
+            for host in hosts
+        ]
+    except OSError as fault:
+        raise UserError(
+            f"hostfile: ssh cannot be started ({fault.strerror}) - install it"
+        ) from None
+    faults = [process.communicate()[1].strip().splitlines() for process in several]
+    for host, process, lines in zip(hosts, several, faults, strict=True):
+        if process.returncode:
+            reason = lines[-1] if lines else f"status {process.returncode}"
+            raise UserError(
+                f"hostfile: {host} does not answer `ssh {host} {' '.join(question)}` ({reason}) -"
+                " let ssh reach it without a password, or start on each machine with torchrun"
+            )
+
+
+def on_many_machines(script: Path, words: Sequence[str], config: Config) -> list[str]:
+    """The launcher that starts processes on the machines of a hostfile.
+
+    Raises UserError if the hostfile does not exist or is not one.
+    """
+    hosts_of(config)
     given = {name: getattr(config.launch, name) for name in FOR_OTHER_MACHINES}
     options = [f"--{name}={value}" for name, value in given.items() if value is not None]
     runner = ["-u", "-m", "deepspeed.launcher.runner", *options, "--no_local_rank"]

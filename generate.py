@@ -28,7 +28,7 @@ from megatron.files import check_output, read_small, write_output
 from megatron.generation.decode import NUMBERS, GenerationSettings, continued
 from megatron.generation.with_tokenizer import opened_with_tokenizer
 from megatron.model import AttentionSettings
-from megatron.parallel.grid import here
+from megatron.parallel.grid import device_alone
 from megatron.parallel.threads import count_parameters, use_threads
 
 LONGEST = 1 << 26  # bytes of prompts, characters of standard input
@@ -76,8 +76,7 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
     if output is not None:
         check_output(output)
     prompts = prompts_of(arguments)
-    if here().ranks > 1:
-        raise UserError("generate.py: is one process; start it without torchrun or srun")
+    device = device_alone()
 
     trained, tokenizer = opened_with_tokenizer(config, arguments.checkpoint, arguments.step)
     model = trained.model
@@ -85,8 +84,8 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
     if "window" in changes:
         changes["window_layers"] = ()
     model.use_attention(replace(AttentionSettings.of(trained.config.attention), **changes))
-    model.to(here().device, DTYPES[arguments.dtype])
-    use_threads(count_parameters(model), here().device)
+    model.to(device, DTYPES[arguments.dtype])
+    use_threads(count_parameters(model), device)
     named = ("seed", "repetition_penalty", "temperature", "top_k", "top_p", "max_new_tokens")
     facts = {
         "checkpoint": str(trained.path),

@@ -17,7 +17,7 @@ from megatron.config import Config, load
 from megatron.config.document import help_text
 from megatron.config.yaml_files import is_override
 from megatron.errors import visible
-from megatron.parallel.grid import SCHEDULERS, left_at_the_end
+from megatron.parallel.grid import learn_place, left_at_the_end
 from megatron.parallel.threads import flush_denormals
 
 NO_EFFECT = ": accepted, has no effect here: "
@@ -155,10 +155,7 @@ def print_notes(notes: Sequence[str]) -> None:
 
 
 def _is_first() -> bool:
-    for name in ("RANK", *(rank_name for rank_name, _, _ in SCHEDULERS)):
-        if name in os.environ:
-            return os.environ[name] == "0"
-    return True
+    return os.environ.get("RANK", "0") == "0"
 
 
 class _Visible(logging.Formatter):
@@ -173,5 +170,6 @@ def start_logging() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(_Visible("%(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    learn_place()
     level = logging.INFO if _is_first() else logging.ERROR
     logging.getLogger("megatron").setLevel(level)

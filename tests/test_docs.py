@@ -147,7 +147,7 @@ def succeed(forks, folder: Path, command: str, more: list[str] | None = None) ->
     words, environment = shlex.split(command), {}
     if words[0] == "srun":
         words = words[1:]
-        environment = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
+        environment = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}
     assert words[0] == "python", command
     if words[1] == "deepy.py" and not any(part in command for part in LAUNCHED):
         del words[1]

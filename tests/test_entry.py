@@ -7,7 +7,7 @@ from megatron.config import load
 from megatron.config.schema import all_keys
 from megatron.errors import UserError
 from tests.config.small import SIZES
-from tests.support import run
+from tests.support import LAUNCHED, run
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def test_a_status_and_what_runs_at_the_end_survive_two_ranks():
         "def main(config, options): raise SystemExit(3)",
         "entry.run(main, config_needed=False, argv=[])",
     ]
-    found = run("-c", "\n".join(lines), env={"WORLD_SIZE": "2"})
+    found = run("-c", "\n".join(lines), env=dict.fromkeys(LAUNCHED, "2"))
     assert (found.returncode, found.stdout.split()) == (3, ["first", "last"]), found.stderr
 
 

@@ -35,7 +35,7 @@ from megatron.files import check_output
 from megatron.folder_lock import owned_file
 from megatron.model import GPT, AttentionSettings
 from megatron.model.head import tokens_at_once
-from megatron.parallel.grid import here
+from megatron.parallel.grid import device_alone
 from megatron.results.files import LINES
 from megatron.results.probes import (
     GROUPS,
@@ -109,7 +109,8 @@ def probe(
 
     attention = AttentionSettings.of(config.attention).of_one_document()
     output = options.output or run.default_output(tokens, attention, ["probes"])
-    model.to(here().device)
+    device = device_alone()
+    model.to(device)
     model.use_attention(attention)
     facts = run.facts(attention) | run.facts_of_text("probes", tokens)
     names: list[str] = []
@@ -126,7 +127,7 @@ def probe(
                 started = time.perf_counter()
                 if name in TASKS:
                     scores = scores_of(model)
-                    answers = asked(scores, name, text, length, options, here().device)
+                    answers = asked(scores, name, text, length, options, device)
                 else:
                     answers = [of_windows(model, name, windows)]
                 seconds = time.perf_counter() - started

@@ -25,7 +25,7 @@ from megatron.files import check_output
 from megatron.folder_lock import owned_file
 from megatron.generation.with_tokenizer import opened_with_tokenizer
 from megatron.model import AttentionSettings
-from megatron.parallel.grid import here
+from megatron.parallel.grid import device_alone
 from megatron.parallel.threads import count_parameters, use_threads
 from megatron.results.files import LINES, has_lines, read_lines, write_lines
 from megatron.results.row import Facts, Question
@@ -100,10 +100,9 @@ def evaluate_tasks(config: Config | None, tasks: Tasks, options: Options) -> Don
         ) from None
     if tasks.folder is not None and not tasks.folder.is_dir():
         raise UserError(f"--task-folder: {tasks.folder} is not a folder with task files")
-    if here().ranks > 1:
-        raise UserError("--tasks: are asked by one process; start it without torchrun or srun")
+    device = device_alone()
     checkpoint, tokenizer = opened_with_tokenizer(config, options.checkpoint, options.step)
-    model, device = checkpoint.model, here().device
+    model = checkpoint.model
     lengths = sorted(set(options.lengths)) or [model.train_length]
     attention_of_config = AttentionSettings.of(checkpoint.config.attention)
     positions = [placed.position for placed in model.placed]

@@ -31,11 +31,14 @@ from megatron.errors import UserError, cannot_write, in_words
 logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
-SCHEDULERS = (
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-)
-"""Where Slurm and Open MPI give rank, number of ranks and rank on this machine."""
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+MEETING_PLACE = ("MASTER_ADDR", "MASTER_PORT")
+"""What a launcher says to each of its processes."""
+SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+"""Where a step of Slurm and Open MPI give rank, number of ranks and rank on this machine."""
+MPIRUN = {"mpirun", "mpiexec", "orterun", "orted", "prterun", "prted"}
+"""Programs of Open MPI, of which its processes are children."""
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
 """How gloo says that another rank has ended or no longer answers."""
 LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
@@ -117,10 +120,25 @@ class Grid:
 
 def here() -> Grid:
     """The processes that a launcher or a scheduler started, or this one alone without a network."""
-    os.environ.update(_environment_of_scheduler())
+    learn_place()
     if "WORLD_SIZE" in os.environ and number("WORLD_SIZE", least=1) > 1:
         return connect()
-    return Grid(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return Grid(device=device_alone())
+
+
+def device_alone() -> torch.device:
+    """The device of a process that needs no other one.
+
+    Raises UserError on all processes but the first, if several were started.
+    """
+    learn_place()
+    rank = os.environ.get("RANK", "0")
+    if rank != "0" and "WORLD_SIZE" in os.environ:
+        raise UserError(
+            f"RANK: {rank}, but this command is one process - start it without torchrun or srun, or"
+            " unset RANK"
+        )
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def connect(backend: str | None = None) -> Grid:
@@ -132,18 +150,20 @@ def connect(backend: str | None = None) -> Grid:
     cuda = torch.cuda.is_available()
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
-    os.environ.update(_environment_of_scheduler())
+    learn_place()
     if "WORLD_SIZE" not in os.environ:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         os.environ.update(alone, MASTER_PORT=str(free_port()))
     ranks, rank = number("WORLD_SIZE", least=1), number("RANK")
-    local_rank, port = number("LOCAL_RANK"), number("MASTER_PORT", least=1)
+    local_rank, port = number("LOCAL_RANK"), os.environ.get("MASTER_PORT", "")
     if rank >= ranks:
         raise UserError(f"RANK: {rank} is not below WORLD_SIZE = {ranks} - ranks begin at 0")
-    if not os.environ.get("MASTER_ADDR") or port > 65535:
+    is_port = port.isdecimal() and 0 < int(port) < 65536
+    if not (os.environ.get("MASTER_ADDR") and is_port):
         raise UserError(
             "MASTER_ADDR: it and MASTER_PORT, a number below 65536, must name the place where the"
-            f" {ranks} processes of WORLD_SIZE meet - start with deepy.py or torchrun"
+            f" {ranks} processes of WORLD_SIZE meet - export them (the first machine, a free port),"
+            " or start with deepy.py or torchrun"
         )
     if cuda and local_rank >= torch.cuda.device_count():
         raise UserError(
@@ -307,22 +327,59 @@ def _says_lost(fault: Exception) -> bool:
     return any(words in str(fault) for words in LOST)
 
 
-def _environment_of_scheduler() -> dict[str, str]:
-    """RANK, WORLD_SIZE and LOCAL_RANK by Slurm or Open MPI; {} if they started one process."""
-    if "WORLD_SIZE" in os.environ:  # a launcher of ours or torchrun says it
-        return {}
-    for rank_name, ranks_name, local_name in SCHEDULERS:
-        rank, ranks = os.environ.get(rank_name), os.environ.get(ranks_name)
-        if rank is None or ranks is None or number(ranks_name) <= 1:
-            continue
-        if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-            raise UserError(
-                f"{ranks_name}: {ranks} processes were started, but no MASTER_ADDR and MASTER_PORT"
-                " to meet at - export them (the first machine, a free port) before starting them"
-            )
-        local_rank = os.environ.get(local_name) or "0"
-        return {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": local_rank}
-    return {}
+def learn_place() -> None:
+    """Let RANK, WORLD_SIZE and LOCAL_RANK be what the launcher of this process says.
+
+    Without a launcher it is alone, whatever its environment has: Slurm gives a job's script the
+    variables of all its processes, and every process hands on what it got.
+    """
+    if torch.distributed.is_initialized():
+        return
+    environment = os.environ
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and _torchrun_has_ended():
+        _forget(*PLACE, *MEETING_PLACE, "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
+    if {"RANK", "WORLD_SIZE", *MEETING_PLACE} <= environment.keys():
+        return
+    names = None
+    if "SLURM_STEP_ID" in environment:  # only srun gives it
+        names = SLURM if SLURM[1] in environment else ("SLURM_PROCID", "SLURM_NTASKS", SLURM[2])
+    elif OPEN_MPI[1] in environment:
+        names = OPEN_MPI if _is_below_mpirun() else None
+        if names is None:
+            _forget(*OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    if names is not None and environment.get(names[1], "1") != "1":
+        for name, source in zip(PLACE, names, strict=True):
+            environment[name] = environment.get(source, "")
+    elif "WORLD_SIZE" in environment:
+        _forget(*PLACE, "LOCAL_WORLD_SIZE")
+
+
+def _forget(*names: str) -> None:
+    """Remove variables of a launcher that did not start this process."""
+    removed = [name for name in names if os.environ.pop(name, None) is not None]
+    logger.warning(
+        f"{', '.join(removed)}: inherited, for no launcher has started this process; it runs alone"
+    )
+
+
+def _torchrun_has_ended() -> bool:
+    """Whether nothing listens at the store that torchrun opens before it starts processes."""
+    try:
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        socket.create_connection(place, timeout=5).close()
+    except (ConnectionRefusedError, KeyError):
+        return True
+    except (OSError, ValueError, OverflowError):
+        return False
+    return False
+
+
+def _is_below_mpirun() -> bool:
+    import psutil  # only here: most processes have no such variables
+
+    with suppress(psutil.Error):
+        return any(process.name() in MPIRUN for process in psutil.Process().parents())
+    return False
 
 
 def free_port() -> int:

@@ -37,6 +37,7 @@ def environments(environment: Mapping[str, str], count: int, port: int) -> list[
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "LOCAL_SIZE": str(count),  # DeepSpeed's name for it
+        "TORCHELASTIC_USE_AGENT_STORE": "False",  # a torchrun around us has a store of its own
     }
     ranks = map(str, range(count))
     return [{**environment, **shared, "RANK": rank, "LOCAL_RANK": rank} for rank in ranks]

@@ -19,6 +19,8 @@ from megatron.checkpoints.saved import keep_weights_only
 from megatron.errors import UserError, visible
 from megatron.files import ROOT, write_text
 from megatron.parallel.die_with_parent import die_with_parent
+from megatron.parallel.grid import free_port
+from megatron.parallel.launcher import environments
 from megatron.sweeps.cells import Cell, state_of
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -116,12 +118,15 @@ class Runner:
         log = cell.folder / "sweep.log"
         script = [*self.starter, sys.executable, str(ROOT / words[0]), *words[1:]]
         command = die_with_parent(script)
+        environment = {**os.environ, **place}
+        if not self.starter:
+            environment = environments(environment, 1, free_port())[0]
         with log.open("ab") as output:
             start = output.tell()
             # In a group of its own: what a terminal signals, it gets once, from here.
             process = subprocess.Popen(
                 command,
-                env={**os.environ, **place},
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

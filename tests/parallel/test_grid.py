@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Barrier, Timer
 
+import psutil
 import pytest
 
 from megatron.errors import UserError
 from megatron.parallel import grid
-from megatron.parallel.grid import SCHEDULERS, Grid, connect, free_port
+from megatron.parallel.grid import OPEN_MPI, SLURM, Grid, connect, free_port, here, learn_place
 from tests.support import unlaunched
 
 PLACE = {
@@ -27,7 +28,7 @@ PLACE = {
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
     """A copy of the environment without a launcher; nobody is waited for long."""
-    schedulers = [name for names in SCHEDULERS for name in names]
+    schedulers = (*SLURM, *OPEN_MPI, "SLURM_STEP_ID", "SLURM_NTASKS")
     kept = {name: value for name, value in unlaunched().items() if name not in schedulers}
     monkeypatch.setattr(os, "environ", kept)
     monkeypatch.setattr(grid, "MEETING", 0.5)
@@ -40,20 +41,42 @@ def fault_of(act) -> str:
     return str(fault.value)
 
 
-def test_a_process_of_a_scheduler_knows_its_place(environment):
-    assert grid._environment_of_scheduler() == {}
-    for names in SCHEDULERS:
-        environment |= dict(zip(names, ("3", "8", "1"), strict=True))
-        message = f"{names[1]}: 8 processes were started, but no MASTER_ADDR and MASTER_PORT"
-        assert fault_of(grid._environment_of_scheduler).startswith(message)
-        meeting = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
-        environment |= meeting
-        place = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
-        assert grid._environment_of_scheduler() == place
-        environment[names[1]] = "1"
-        assert grid._environment_of_scheduler() == {}
-        for name in meeting:
-            del environment[name]
+STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
+SCRIPT = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+BY_MPI = dict(zip(OPEN_MPI, ("3", "8", "1"), strict=True))
+MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+ELASTIC = PLACE | MEETING | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+THIRD_OF_EIGHT = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "below_mpirun", "place"),
+    [
+        ({}, False, {}),
+        (STEP | {"SLURM_STEP_NUM_TASKS": "8"}, False, THIRD_OF_EIGHT),
+        (STEP | {"SLURM_NTASKS": "8", "WORLD_SIZE": "16"} | MEETING, False, THIRD_OF_EIGHT),
+        (SCRIPT, False, {}),
+        (SCRIPT | MEETING, False, {}),
+        # A shell of salloc is a step of one process in a job of several.
+        (SCRIPT | {"SLURM_STEP_ID": "9", "SLURM_STEP_NUM_TASKS": "1"} | MEETING, False, {}),
+        (BY_MPI, True, THIRD_OF_EIGHT),
+        (BY_MPI | MEETING, False, {}),
+        ({"WORLD_SIZE": "8"} | MEETING, False, {}),
+        ({"RANK": "0", "WORLD_SIZE": "8"}, False, {}),
+        (ELASTIC, False, {}),
+        (PLACE, False, {name: PLACE[name] for name in grid.PLACE}),
+    ],
+)
+def test_a_process_that_no_launcher_started_is_alone(
+    variables, below_mpirun, place, environment, monkeypatch
+):
+    monkeypatch.setattr(grid, "MPIRUN", {psutil.Process().parent().name()} if below_mpirun else {})
+    environment |= variables
+    for _ in range(2):
+        learn_place()
+        assert {name: environment[name] for name in grid.PLACE if name in environment} == place
+    if not place:
+        assert here().ranks == 1
 
 
 WRONG = {
