@@ -23,6 +23,7 @@ from megatron.files import (
     read_small,
     sha256_of,
 )
+from megatron.results.files import CHECKSUM, checksum
 from megatron.splits import TASK_PREFIX
 from megatron.strict_json import parse
 
@@ -309,6 +310,7 @@ class TokenWriter:
             if self.meta:
                 facts = self.meta | {"documents": self.documents, "tokens": self.tokens}
                 facts["sha256"] = {"bin": self._digest.hexdigest(), "idx": sha256_of(index)}
+                facts[CHECKSUM] = checksum(facts)
                 card.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
     def __enter__(self) -> Self:
@@ -403,6 +405,12 @@ def read_card(path: Path) -> dict[str, Any]:
             f"{path}: does not describe a token file ({in_words(fault)}) - remove it (the .bin and"
             f" .idx work without), or {REMAKE}"
         ) from None
+    facts = {key: value for key, value in meta.items() if key != CHECKSUM}
+    if meta.get(CHECKSUM) not in (None, checksum(facts)):
+        raise UserError(
+            f"{path}: does not agree with its checksum, it was damaged or edited - copy it again,"
+            f" or {REMAKE} (if you edited it, remove its key checksum)"
+        )
     return meta
 
 

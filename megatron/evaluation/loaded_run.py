@@ -2,6 +2,8 @@
 
 import contextlib
 import hashlib
+import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -26,8 +28,11 @@ from megatron.evaluation.protocols import Windows
 from megatron.files import place_of
 from megatron.model import GPT, AttentionSettings
 from megatron.positions.layers import name_of_layers
+from megatron.results.files import CHECKSUM
 from megatron.results.row import ATTENTION_INPUTS, EXACT, MEAN, Facts
 from megatron.results.statistics import bits_per_byte
+
+logger = logging.getLogger(__name__)
 
 TEXTS = 2048  # targets whose text a row has
 BESIDE_TOKENS = "tokenizer.json"  # what prepare_data.py writes beside the tokens
@@ -186,6 +191,11 @@ class LoadedRun(LoadedModel):
                 known = targets[targets < len(sizes)]  # rows of the embedding may be padded
                 size += int(sizes[known].sum())
         elif tokens.text_bytes:
+            if CHECKSUM not in tokens.meta:
+                _note(
+                    f"{tokens.prefix}.json: was written before cards had a checksum, so bits per"
+                    " byte rely on a number that cannot be verified - prepare the text again"
+                )
             size, way = tokens.text_bytes / tokens.tokens * count, MEAN
         if not size:  # nothing is known, or only ends of documents were scored
             return {}
@@ -213,15 +223,32 @@ class LoadedRun(LoadedModel):
 
 @cache
 def _tokenizer(places: Sequence[TokenizerFiles], expected: str | None) -> Tokenizer | None:
-    """The tokenizer of that hash, or None if it is not at hand."""
+    """The tokenizer of that hash, or None if it is not at hand.
+
+    An evaluation needs no tokenizer, so a file that cannot be used is a warning.
+    """
+    faults = []
     for place in places:
+        _, file, _ = place
         try:
             tokenizer = build_tokenizer(*place)
-        except UserError:  # an evaluation needs no tokenizer, so its faults are none of it
+        except UserError as fault:
+            if file and os.path.exists(file):
+                faults.append(str(fault))
             continue
         if tokenizer.hash == expected:
             return tokenizer
+        if file:
+            faults.append(f"{file}: has the hash {tokenizer.hash}, the text's tokenizer {expected}")
+    for fault in faults:
+        logger.warning("%s - without the tokenizer bytes are estimated by the corpus's card", fault)
     return None
+
+
+@cache
+def _note(text: str) -> None:
+    """Log a warning once, however many lengths are measured."""
+    logger.warning(text)
 
 
 def loaded_model(config: Config | None, folder: str | Path | None, step: int | None) -> LoadedModel:

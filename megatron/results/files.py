@@ -83,14 +83,22 @@ def training_log(path: Path) -> list[Record]:
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            record = parse(line)
-            fault = fault_of(record, Record) if isinstance(record, dict) else "it is not a record"
-        except ValueError as error:
-            fault = str(error)
-        if fault:
-            raise ValueError(f"line {number}: {fault}")
-        records.append(cast("Record", record))
+            records.append(record_of(line))
+        except ValueError as fault:
+            raise ValueError(f"line {number}: {fault}") from None
     return records
+
+
+def record_of(line: bytes) -> Record:
+    """The record in a line of metrics.jsonl; ValueError if it is damaged or was edited."""
+    record = parse(line)
+    if not isinstance(record, dict):
+        raise ValueError("it is not a record")
+    if record.pop(CHECKSUM, None) not in (None, checksum(record)):
+        raise ValueError("it does not agree with its checksum")
+    if fault := fault_of(record, Record):
+        raise ValueError(fault)
+    return cast("Record", record)
 
 
 # --- Lines of any kind ---

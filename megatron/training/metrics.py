@@ -28,7 +28,7 @@ from megatron.errors import cannot_write, in_words
 from megatron.files import read_small, write_text
 from megatron.model import Architecture
 from megatron.model.size import BACKWARD, attention_flops, palm_weights
-from megatron.results.files import LARGEST
+from megatron.results.files import CHECKSUM, LARGEST, checksum, record_of
 
 logger = logging.getLogger(__name__)
 
@@ -259,9 +259,10 @@ class Metrics:
                 tables[name] = [float(f"{value:.6g}") for value in tensor.flatten().tolist()]
         if tables:
             record = {**record, "position": tables}
+        line = {**record, CHECKSUM: checksum(record)}
         with self.path.open("ab", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
-            remaining = (json.dumps(record) + "\n").encode()
+            remaining = (json.dumps(line) + "\n").encode()
             try:
                 while remaining:
                     remaining = remaining[file.write(remaining) :]
@@ -287,21 +288,30 @@ def _charts(record: Numbers, learned: dict[str, Tensor]) -> dict[str, float]:
 
 
 def _make_room(path: Path, resumed_at: int | None) -> None:
-    """Drop the records that a resumed run writes again; a new run renames an old file instead."""
+    """Drop the records that a resumed run writes again; a new run renames an old file instead.
+
+    A file with damaged or edited records is renamed too, and the others continue in a new one.
+    """
     if not path.exists():
         return
-    if resumed_at is None:
+    earlier, faults = [], []
+    if resumed_at is not None:
+        *lines, _ = read_small(path, LARGEST).split(b"\n")  # a last line may be cut off
+        for number, line in enumerate(lines, 1):
+            try:
+                if record_of(line)["step"] <= resumed_at:
+                    earlier.append(line.decode() + "\n")
+            except ValueError as fault:
+                faults.append(f"line {number}: {fault}")
+    if resumed_at is None or faults:
         number = 1
         while path.with_name(f"{path.stem}.{number}.jsonl").exists():
             number += 1
-        path.rename(path.with_name(f"{path.stem}.{number}.jsonl"))
-        return
-    kept = []
-    text = read_small(path, LARGEST).decode(errors="replace")
-    for line in text.splitlines(keepends=True):
-        try:
-            if json.loads(line)["step"] <= resumed_at:
-                kept.append(line)
-        except (ValueError, LookupError, TypeError, RecursionError):  # a line that was cut off
-            continue
-    write_text(path, "".join(kept))
+        renamed = path.rename(path.with_name(f"{path.stem}.{number}.jsonl"))
+        if faults:
+            logger.warning(
+                f"{path}: was damaged or edited ({faults[0]}; {len(faults)} in all) - the file is"
+                f" kept as {renamed.name}, and the log goes on without these records"
+            )
+    if resumed_at is not None:
+        write_text(path, "".join(earlier))

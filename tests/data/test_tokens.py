@@ -1,11 +1,13 @@
 """Token files in the format of GPT-NeoX and Megatron-Core: read, written, and what is refused."""
 
 import hashlib
+import json
 import os
 import pickle
 import struct
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -125,7 +127,14 @@ def test_a_flipped_byte_in_either_file_is_noticed(tmp_path):
     contents = {suffix: (tmp_path / f"c.{suffix}").read_bytes() for suffix in ("bin", "idx")}
     sums = {suffix: hashlib.sha256(content).hexdigest() for suffix, content in contents.items()}
     meta = TokenFile.open(tmp_path / "c").meta
-    assert meta == {"corpus": "mine", "documents": 2, "tokens": 3, "sha256": sums}
+    facts = {"corpus": "mine", "documents": 2, "tokens": 3, "sha256": sums}
+    text = json.dumps(facts, sort_keys=True)
+    assert meta == facts | {"checksum": f"{zlib.crc32(text.encode()):08x}"}
+    for edited in ({"text_bytes": 9}, {"corpus": "other"}):
+        (tmp_path / "c.json").write_text(json.dumps(meta | edited))
+        with pytest.raises(UserError, match=r"c\.json: does not agree with its checksum"):
+            TokenFile.open(tmp_path / "c")
+    (tmp_path / "c.json").write_text(json.dumps(meta))
     for suffix, whole in contents.items():
         for place in range(len(whole)):
             flipped = bytearray(whole)

@@ -1,6 +1,5 @@
 """Where the numbers of a run go: no log is worth a run, and what fails is a warning."""
 
-import json
 import math
 import os
 from pathlib import Path
@@ -13,6 +12,7 @@ from megatron.checkpoints.manifest import read_record
 from megatron.config import load
 from megatron.config.schema import Logging
 from megatron.errors import UserError
+from megatron.results.files import training_log as records_of
 from megatron.training.loop import train
 from megatron.training.metrics import (
     Metrics,
@@ -26,10 +26,6 @@ from tests.support import ROOT
 from tests.training.conftest import settings
 
 WANDB = ["use_wandb=true", "wandb_project=tiny"]
-
-
-def records_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_a_full_disk_costs_records_and_no_run_and_leaves_whole_lines(tmp_path, caplog):
@@ -61,8 +57,7 @@ def test_a_full_disk_costs_records_and_no_run_and_leaves_whole_lines(tmp_path, c
 
 def test_a_resumed_run_drops_what_it_writes_again_and_a_new_one_keeps_an_old_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    lines = ['{"step": 1}', "[" * 5000, '{"step": null}', '{"step": 2}', '{"step": 3}']
-    path.write_bytes("\n".join(lines).encode() + b'\n{"step": 2, "ki\xff\x00')
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 2, "ki\xff\x00')
     Metrics(tmp_path, Logging(), {}, resumed_at=2).log(3, "train", {"loss": math.nan})
     assert records_of(path) == [
         {"step": 1},
@@ -78,6 +73,25 @@ def test_a_resumed_run_drops_what_it_writes_again_and_a_new_one_keeps_an_old_fil
     Metrics(tmp_path, Logging(), {})
     assert len(records_of(tmp_path / "metrics.1.jsonl")) == 1
     assert len(records_of(tmp_path / "metrics.2.jsonl")) == 3
+
+
+@pytest.mark.parametrize("line", ["[" * 5000, '{"step": null}', '{"loss": 1.0}', "{"])
+def test_a_resumed_run_warns_of_damaged_and_edited_records_and_leaves_them_out(
+    line, tmp_path, caplog
+):
+    log = Metrics(tmp_path, Logging(), {})
+    for step in (1, 2):
+        log.log(step, "train", {"loss": 6.25})
+    with log.path.open("a") as file:
+        file.write(line + "\n")
+    written = log.path.read_text().replace("6.25", "1.25", 1)
+    log.path.write_text(written)
+    Metrics(tmp_path, Logging(), {}, resumed_at=3)
+    (message,) = caplog.messages
+    assert message.startswith(f"{log.path}: was damaged or edited (line 1: it does not agree with")
+    assert "2 in all" in message
+    assert [record["step"] for record in records_of(log.path)] == [2]
+    assert (tmp_path / "metrics.1.jsonl").read_text() == written
 
 
 def test_a_place_that_cannot_be_written_is_refused_and_tensorboard_has_every_number(tmp_path):
