@@ -27,7 +27,7 @@ demo: $(INSTALLED)
 	$(PY) tools/show_results.py demo/mep_free.jsonl demo/rotary.jsonl -o demo/perplexity.png
 
 demo-data:
-	$(PY) prepare_data.py stdlib -d demo/data --vocab-size 1024
+	$(PY) prepare_data.py pure_python -d demo/data --vocab-size 1024
 
 SHELL := /bin/bash -o pipefail
 demo-mep_free demo-rotary: demo-%:

@@ -61,8 +61,8 @@ def clone(tmp_path_factory, forks) -> Path:
     for name in ("mep_free", "rotary"):  # make demo's results
         of_name = [line for line in results if f'"{name}"' in line]
         (folder / "demo" / f"{name}.jsonl").write_text("".join(of_name))
-    make_texts(folder / "texts")  # in place of the standard library's, for make demo's corpus
-    words = "--input texts --name stdlib -t HFTokenizer --vocab-size 600 -d demo/data"
+    make_texts(folder / "texts")  # in place of make demo's packages
+    words = "--input texts --name pure_python -t HFTokenizer --vocab-size 600 -d demo/data"
     succeed(forks, folder, f"python prepare_data.py {words}")
     return folder
 

@@ -166,8 +166,6 @@ def requirements(*files: str) -> list[Requirement]:
 def test_constraints_fix_every_requirement_inside_its_tested_range():
     fixed = {canonicalize_name(one.name): one for one in requirements("constraints.txt")}
     for wanted in requirements("requirements.txt", "requirements-dev.txt"):
-        if wanted.name == "triton":  # every build of torch for CUDA wants one version of its own
-            continue
         assert canonicalize_name(wanted.name) in fixed, (
             f"constraints.txt does not fix {wanted.name}"
         )

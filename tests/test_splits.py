@@ -4,7 +4,7 @@ import pytest
 
 from megatron.config import load
 from megatron.errors import UserError
-from megatron.splits import parse_split
+from megatron.splits import parse_split, plain_sum
 
 SHAPE = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=64"]
 
@@ -26,6 +26,12 @@ def test_shares_are_up_to_three_numbers_and_anything_else_is_refused():
             f"split: {split!r} is not a list of shares for train, valid, test"
             " - write up to three numbers, such as 949,50,1"
         )
+
+
+def test_floats_are_added_as_python_3_11_did():
+    assert plain_sum([0.1] * 10) == 0.9999999999999999  # since 3.12 the built-in says 1.0
+    assert plain_sum([1e16, 1.0, -1e16]) == 0.0
+    assert plain_sum(number for number in (2, 3)) == 5
 
 
 def test_every_spelling_of_a_split_is_one_setting():

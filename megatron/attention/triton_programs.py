@@ -227,9 +227,10 @@ def _add_diagonals(sums, tile_distance, tile, far_before):
     size: tl.constexpr = tile.shape[0]
     row = tl.arange(0, size)[:, None]
     distance = tl.arange(0, size)[None, :]
-    rotated = tl.gather(tile, (row - distance) & (size - 1), 1)
-    near = tl.sum(tl.where(distance <= row, rotated, 0.0), 0)
-    far = tl.sum(tl.where(distance > row, rotated, 0.0), 0)
+    column = row - distance
+    rotated = tl.gather(tile, column & (size - 1), 1)
+    near = tl.sum(tl.where(column >= 0, rotated, 0.0), 0)
+    far = tl.sum(tl.where(column < 0, rotated, 0.0), 0)
     _store_distances(sums, tile_distance, near + far_before)
     return far
 

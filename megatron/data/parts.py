@@ -17,7 +17,7 @@ from megatron.data.samples import Samples, build_split, windows_of_an_epoch
 from megatron.data.tasks import TaskText
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
-from megatron.splits import PARTS, TASK_PREFIX
+from megatron.splits import PARTS, TASK_PREFIX, plain_sum
 
 WHOLE = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}  # the split that is all of a part
 BLOCK = 2048  # windows whose turns are kept
@@ -193,7 +193,7 @@ class Turns:
 
 def shares(weights: Sequence[float]) -> list[float]:
     """The weights, divided by their sum."""
-    whole = sum(weights)
+    whole = plain_sum(weights)
     return [weight / whole for weight in weights]
 
 

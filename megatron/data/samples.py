@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.files import folder_beside, sync
-from megatron.splits import PARTS, parse_split
+from megatron.splits import PARTS, parse_split, plain_sum
 
 log = logging.getLogger(__name__)
 DOCUMENTS = 1 << 20  # whose ends are computed at a time
@@ -163,7 +163,7 @@ def split_documents(tokens: TokenFile, split: str, part: str) -> range:
     weights = parse_split(split)
     bounds = [0]
     for weight in weights:
-        bounds.append(bounds[-1] + round(weight / sum(weights) * float(count)))
+        bounds.append(bounds[-1] + round(weight / plain_sum(weights) * float(count)))
     surplus = bounds[-1] - count  # what rounding added
     # The reference takes the surplus from every bound but the first.
     bounds = [0, *(max(0, bound - surplus) for bound in bounds[1:])]

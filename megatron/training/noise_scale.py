@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.parallel.grid import Grid
+from megatron.splits import plain_sum
 
 BETA = 0.99  # of the moving averages, as in GPT-NeoX
 
@@ -66,8 +67,8 @@ class NoiseScale:
         self.count += 1
         if self.count < self.steps:
             return
-        own_small = sum(float(square) / self.steps for square in self.squares)
-        own_large = sum(float(_square(total)) / self.steps**2 for total in self.sums)
+        own_small = plain_sum(float(square) / self.steps for square in self.squares)
+        own_large = plain_sum(float(_square(total)) / self.steps**2 for total in self.sums)
         self.sums, self.squares, self.count = [], [], 0
         own = torch.tensor([own_small, own_large], dtype=torch.float64, device=self.grid.device)
         small, large = self.grid.sum(own).tolist()

@@ -78,6 +78,7 @@ def test_parts_are_cut_where_the_reference_cuts_them_and_empty_ones_are_named(tm
         ("969/30/1", 100): [0, 97, 100, 100],
         ("1,1", 5): [0, 3, 5, 5],  # 2.5 rounds to 2 twice; every bound gets the missing document
         ("1,1,1", 5): [0, 1, 3, 5],  # 1.67 rounds to 2 three times; the surplus is taken away
+        ("0.1,0.2,0.3", 3): [0, 1, 2, 3],  # 0.6000000000000001 in all, on every version of Python
     }
     for (split, count), bounds in cases.items():
         tokens = write(tmp_path / f"c{split[0]}{count}{len(split)}", [1] * count)

@@ -80,13 +80,14 @@ def installed(tmp_path, monkeypatch):
     return install
 
 
-def test_the_recipe_is_what_constraints_install():
+@pytest.mark.parametrize("recipe", ["environment", "pure_python"])
+def test_a_recipe_is_what_constraints_install_on_every_version_of_python(recipe):
     pins = dict(
         line.split("==")
         for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
         if "==" in line
     )
-    packages = read_recipe("environment").packages
+    packages = read_recipe(recipe).packages
     assert {name: fixed.version for name, fixed in packages.items()} == {
         name: pins[name] for name in packages
     }
@@ -101,17 +102,17 @@ def test_the_recipe_is_what_constraints_install():
         facts = len(files), sum(len(file.content) for file in files), digest_of(files)
         assert facts == (packages[name].documents, packages[name].bytes, packages[name].sha256)
 
-    corpus = named("environment")
+    corpus = named(recipe)
     documents = list(corpus.documents())
     assert len(documents) == sum(fixed.documents for fixed in packages.values())
     path = Path(importlib.metadata.distribution("networkx").locate_file("networkx/convert.py"))
     held_out = documents.index(path.read_text(encoding="utf-8"))
     assert corpus.to_train_on is not None
-    assert held_out >= corpus.to_train_on
+    assert (held_out >= corpus.to_train_on) == (packages["networkx"].part == "held_out")
 
 
 def test_another_text_than_the_recipes_is_refused(installed):
-    installed("ccc", "1.0+local", {"c/code.py": CODE})
+    installed("ccc", "1.0+local", {"c/code.py": CODE, "c/distutils/of_python_3_11.py": CODE + "\n"})
     digest = digest_of([("c/code.py", CODE.encode())])
     right = Package(version="1.0", part="train", documents=1, bytes=len(CODE), sha256=digest)
     assert list(Environment("mine", {"ccc": right}).documents()) == [CODE]
@@ -119,5 +120,11 @@ def test_another_text_than_the_recipes_is_refused(installed):
     changed = right.model_copy(update={"sha256": "0" * 64})
     with pytest.raises(UserError, match=r"mine: the files of ccc 1.0 are not those of the recipe"):
         list(Environment("mine", {"ccc": changed}).documents())
-    with pytest.raises(UserError, match=r"mine: no_such_package 1.0 is needed, nothing is install"):
-        Environment("mine", {"no_such_package": right})
+    newer = right.model_copy(update={"version": "1.1"})
+    with pytest.raises(UserError) as raised:
+        Environment("mine", {"no_such_package": right, "ccc": newer})
+    assert str(raised.value) == (
+        "mine: no_such_package 1.0 is needed, nothing is installed; ccc 1.1 is needed, 1.0 is"
+        " installed - install the versions of constraints.txt, as `make` does without CONSTRAINTS=,"
+        " or these alone: pip install no_such_package==1.0 ccc==1.1"
+    )

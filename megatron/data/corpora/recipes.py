@@ -23,10 +23,10 @@ RECIPES = ROOT / "configs" / "corpora"
 GPT2 = ROOT / "configs" / "tokenizers" / "gpt2.yml"
 DOWNLOADS = "download"  # the folder in -d that keeps what was downloaded
 WITHOUT_RECIPE = {
-    "stdlib": (StandardLibrary, "the source of Python's standard library"),
+    "stdlib": (StandardLibrary, "the standard library of this Python's version"),
     "repeats": (Repeats, "random words again and again, to be mixed into other text"),
 }
-MADE_HERE = ("environment", *WITHOUT_RECIPE)  # these need no download
+MADE_HERE = ("environment", "pure_python", *WITHOUT_RECIPE)  # these need no download
 
 
 class Recipe(BaseModel):

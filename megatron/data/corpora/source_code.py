@@ -1,7 +1,8 @@
 """Corpora that everybody can make without a download: Python source that is installed.
 
-`environment` is the packages of its recipe, fixed by version and sha256, so two machines have the
-same text. `stdlib` is this Python's own library. `repeats` is no source code but random words.
+`environment` and `pure_python` are the packages of their recipes, fixed by version and sha256, so
+two machines have the same text. `stdlib` is this Python's own library, another text on another
+version. `repeats` is no source code but random words.
 """
 
 import hashlib
@@ -33,6 +34,7 @@ SHORTEST = 400  # bytes: what is shorter is an empty __init__.py, or a list of i
 BEGINNING = 1_000  # bytes in which a file says that a program wrote it
 TEST_FOLDERS = {"tests", "test", "testing", "_testing"}
 COPIES = {"_vendor", "_vendored", "vendor", "vendored", "third_party", "thirdparty", "extern"}
+OF_ONE_PYTHON = {"distutils"}  # numpy brings it for Python 3.11 alone
 # A build writes these: they name compilers, dates and folders of another machine.
 OF_A_BUILD = {"version.py", "_version.py", "__config__.py", "git_version_info_installed.py"}
 WRITTEN_BY_A_PROGRAM = re.compile(
@@ -160,13 +162,17 @@ class Environment(Corpus):
     def __init__(self, name: str, packages: Mapping[str, Package]):
         super().__init__(name)
         self.packages = packages
+        faults, pins = [], []
         for package, fixed in packages.items():
             try:
                 installed = public_version(package)
             except importlib.metadata.PackageNotFoundError:
                 installed = "nothing"
             if installed != fixed.version:
-                self._refuse(f"{package} {fixed.version} is needed, {installed} is installed")
+                faults.append(f"{package} {fixed.version} is needed, {installed} is installed")
+                pins.append(f"{package}=={fixed.version}")
+        if faults:
+            self._refuse("; ".join(faults), " ".join(pins))
         of_train = [fixed for fixed in packages.values() if fixed.part == "train"]
         self.to_train_on = sum(fixed.documents for fixed in of_train)
 
@@ -179,7 +185,8 @@ class Environment(Corpus):
             if digest != fixed.sha256:
                 self._refuse(
                     f"the files of {package} {fixed.version} are not those of the recipe (sha256"
-                    f" {digest[:12]}, not {fixed.sha256[:12]}): another build, or changed files"
+                    f" {digest[:12]}, not {fixed.sha256[:12]}): another build, or changed files",
+                    f"--force-reinstall {package}=={fixed.version}",
                 )
         return files_of
 
@@ -196,9 +203,10 @@ class Environment(Corpus):
         """One entry for each package."""
         return [{"package": name} | fixed.model_dump() for name, fixed in self.packages.items()]
 
-    def _refuse(self, what: str) -> None:
+    def _refuse(self, what: str, pins: str) -> None:
         raise UserError(
-            f"{self.name}: {what} - install the versions of constraints.txt, as `make` does"
+            f"{self.name}: {what} - install the versions of constraints.txt, as `make` does without"
+            f" CONSTRAINTS=, or these alone: pip install {pins}"
         )
 
 
@@ -215,7 +223,7 @@ def documents_of(packages: Iterable[str]) -> dict[str, list[File]]:
             name = path.name
             is_source = path.suffix == ".py" and path.parts[0] != ".."
             is_test = name.startswith("test_") or name.endswith("_test.py") or name == "conftest.py"
-            elsewhere = set(path.parts[:-1]) & (TEST_FOLDERS | COPIES)
+            elsewhere = set(path.parts[:-1]) & (TEST_FOLDERS | COPIES | OF_ONE_PYTHON)
             if not is_source or is_test or elsewhere or name in OF_A_BUILD:
                 continue
             content = Path(str(path.locate())).read_bytes()
