@@ -1,7 +1,6 @@
 """Every test: no network, one thread per process, same seeds, a reason for each skipped test.
 
-TEST_GPU=1 leaves the GPU visible. TEST_PART=0/8 runs the first, the ninth and so on of the tests,
-so that eight processes share them where pytest-xdist is missing.
+TEST_GPU=1 leaves the GPU visible.
 """
 
 import os
@@ -20,13 +19,11 @@ import numpy as np
 import pytest
 import torch
 
-if (
-    os.environ.get("TEST_GPU") != "1"
-):  # `make gpu-check` sets it; other tests, and the commands they run, are for CPUs
+# `make gpu-check` sets it; other tests, and the commands they run, are for CPUs.
+if os.environ.get("TEST_GPU") != "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-if (
-    not torch.cuda.is_available()
-):  # DeepSpeed looks once, at its first import, which may be in a test that plays CUDA
+# DeepSpeed looks once, at its first import, which may be in a test that plays CUDA.
+if not torch.cuda.is_available():
     os.environ["DS_ACCELERATOR"] = "cpu"
 
 
@@ -69,11 +66,6 @@ def pytest_configure(config):
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config, items):
-    part, _, parts = os.environ.get("TEST_PART", "0/1").partition("/")
-    chosen = items[int(part) :: int(parts)]
-    if chosen != items:
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = chosen
     items.sort(key=place_in_line)  # keeps the order of tests within a file
     reasons = {}
     if not torch.cuda.is_available():

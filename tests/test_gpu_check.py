@@ -77,7 +77,7 @@ def counted(folder: Path, name: str, then: str = "", **more):
     """A step that adds a letter to a file and does something more."""
     line = f"open({str(folder / name)!r}, 'a').write('x'); {then}"
     step = {"name": name, "run": ["-c", line], "dry": [], "seconds": 60}
-    return {**step, "parts": 1, "packages": [], "needs": [], **more}
+    return {**step, "packages": [], "needs": [], **more}
 
 
 def test_a_block_goes_on_with_what_is_missing(tmp_path):
@@ -111,18 +111,6 @@ def test_a_block_goes_on_with_what_is_missing(tmp_path):
     assert statuses(counted(tmp_path, "late"), seconds=0.0) == {"late": "not begun"}
 
 
-def test_a_part_of_the_tests_may_be_empty_but_not_all_parts(tmp_path):
-    ending = "import os, sys; sys.exit({})"
-    for rule, status in (
-        ("5 if os.environ['TEST_PART'] == '1/2' else 0", "done"),
-        ("5", "failed"),
-        ("1 if os.environ['TEST_PART'] == '1/2' else 0", "failed"),
-    ):
-        command = [sys.executable, "-c", ending.format(rule)]
-        until = time.monotonic() + 60
-        assert run_command(command, tmp_path / "log", 2, until, dry=True) == status
-
-
 def test_a_signal_ends_the_step_that_runs(tmp_path):
     own = tmp_path / "pid"
     line = f"import os, time; open({str(own)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
@@ -134,9 +122,8 @@ def test_a_signal_ends_the_step_that_runs(tmp_path):
 
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        run_command(
-            [sys.executable, "-c", line], tmp_path / "log", 1, time.monotonic() + 60, dry=True
-        )
+        until = time.monotonic() + 60
+        run_command([sys.executable, "-c", line], tmp_path / "log", until, dry=True)
     with pytest.raises(ProcessLookupError):
         os.kill(int(own.read_text()), 0)
 

@@ -9,6 +9,7 @@ that had not begun, and that were done with another commit, device or command. A
 same commands with small sizes on the CPU. docs/first_gpu.md says what each figure decides.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -32,7 +33,6 @@ from megatron.files import ROOT, write_text
 PLAN = Path(__file__).with_suffix(".toml")
 BLOCK = 510  # seconds; then its step is stopped
 GRACE = 20  # seconds that a stopped step has to write what it has
-NO_TESTS = 5  # exit status of pytest if there is none to run
 Record = dict[str, Any]
 
 
@@ -86,7 +86,7 @@ def steps(block: int, folder: Path, data: Sequence[str]) -> list[Record]:
         commands = {
             name: shlex.split(step.get(name, "").format_map(values)) for name in ("run", "dry")
         }
-        found.append({"parts": 1, "packages": [], "needs": [], **step, **commands})
+        found.append({"packages": [], "needs": [], **step, **commands})
     return found
 
 
@@ -106,6 +106,8 @@ def run_steps(
     for step in wanted:
         name, is_test = step["name"], "pytest" in step["run"]
         command = [sys.executable, *step["run"], *(step["dry"] if dry else ())]
+        if is_test and importlib.util.find_spec("xdist") is not None:
+            command += ["-n", str(min(8, max(1, (os.cpu_count() or 1) // 2)))]
         conditions = {"command": command, "device": device, "commit": commit()}
         record = earlier.get(name, {})
         lacking = [one for one in step["packages"] if importlib.util.find_spec(one) is None]
@@ -124,8 +126,7 @@ def run_steps(
             report_progress(f"{folder.name}: {name}")
             begin = time.monotonic()
             until = min(begin + step["seconds"], end)
-            parts = min(step["parts"], max(1, (os.cpu_count() or 1) // 2))
-            status = run_command(command, folder / f"{name}.log", parts, until, dry=dry)
+            status = run_command(command, folder / f"{name}.log", until, dry=dry)
             taken = round(time.monotonic() - begin, 1)
             record = {"status": status, "seconds": taken, "torch": torch.__version__, **conditions}
         records[name] = record
@@ -134,45 +135,29 @@ def run_steps(
     return records
 
 
-def run_command(command: list[str], log: Path, parts: int, until: float, *, dry: bool) -> str:
-    """Run a command in `parts` processes until they end or the time is over; how they ended."""
+def run_command(command: list[str], log: Path, until: float, *, dry: bool) -> str:
+    """Run a command until it ends or the time is over; how it ended.
+
+    What it started ends with it; a training that is stopped writes its checkpoint first.
+    """
     variables = os.environ | {"PYTHONUNBUFFERED": "1"}
     if "pytest" in command:
         variables["TEST_GPU"] = "1"
     if dry:
         variables["CUDA_VISIBLE_DEVICES"] = ""
-    statuses = set()
-    processes = []
     with log.open("ab") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=variables, stdout=output, stderr=output, start_new_session=True
+        )
         try:
-            for number in range(parts):
-                one = variables | {"TEST_PART": f"{number}/{parts}"}
-                process = subprocess.Popen(
-                    command, cwd=ROOT, env=one, stdout=output, stderr=output, start_new_session=True
-                )
-                processes.append(process)
-            for process in processes:
-                statuses.add(process.wait(max(0.0, until - time.monotonic())))
+            return "failed" if process.wait(max(0.0, until - time.monotonic())) else "done"
         except subprocess.TimeoutExpired:
             return "stopped"
         finally:
-            stop(processes)
-    # A part may have no test, but not all parts.
-    return "done" if statuses in ({0}, {0, NO_TESTS}) else "failed"
-
-
-def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End processes and those that they started; a training writes its checkpoint first."""
-    running = [process for process in processes if process.poll() is None]
-    for process in running:
-        os.killpg(process.pid, signal.SIGTERM)
-    end = time.monotonic() + GRACE
-    for process in running:
-        try:
-            process.wait(max(0.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            for number, seconds in ((signal.SIGTERM, GRACE), (signal.SIGKILL, None)):
+                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, number)
+                    process.wait(seconds)
 
 
 def summary(records: dict[str, Record]) -> str:
