@@ -121,8 +121,8 @@ def test_a_signal_ends_the_step_that_runs(tmp_path):
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt).start()
+    until = time.monotonic() + 60
     with pytest.raises(KeyboardInterrupt):
-        until = time.monotonic() + 60
         run_command([sys.executable, "-c", line], tmp_path / "log", until, dry=True)
     with pytest.raises(ProcessLookupError):
         os.kill(int(own.read_text()), 0)
