@@ -25,7 +25,7 @@ from megatron.evaluation.loaded_run import (
     loaded_run,
 )
 from megatron.evaluation.options import DTYPES, VARIED, Options
-from megatron.evaluation.perplexity import measured
+from megatron.evaluation.perplexity import key_tokens, measured
 from megatron.evaluation.protocols import (
     OF_DOCUMENTS,
     PROTOCOLS,
@@ -138,6 +138,13 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
             existing_results(output)
             jobs.append((output, tokens, attention, protocol, windows_of[protocol]))
 
+    # Without --judge the model as it was trained is the judge of every variant.
+    as_trained = AttentionSettings.of(judge.trained.attention)
+    if judge is run:
+        as_trained = replace(as_trained, attention_backend=config.attention.attention_backend)
+    judges_itself = judge is run and attentions == [as_trained]
+    keys_of: dict[int, Sequence[np.ndarray] | str] = {}  # by the identity of windows
+
     rows: dict[Path, list[Row]] = {output: [] for output, *_ in jobs}
     # A bar for each length, which a log renews every half minute.
     seconds = 0.1 if sys.stderr.isatty() else 30.0
@@ -170,16 +177,18 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
                 if row is None:
                     total = None if windows.rule else len(windows.ids)
                     with tqdm(total=total, desc=name, **bars) as bar:
-                        numbers = measured(
-                            model,
-                            windows,
-                            judge=None if judge is run else judge.model,
-                            keep=keep,
-                            batch_tokens=config.evaluation.eval_batch_tokens,
-                            grid=grid,
-                            context=context,
-                            advance=bar.update,
-                        )
+                        how = {
+                            "batch_tokens": config.evaluation.eval_batch_tokens,
+                            "grid": grid,
+                            "context": context,
+                            "advance": bar.update,
+                        }
+                        if windows.rule and not judges_itself and id(windows) not in keys_of:
+                            judge.model.use_attention(as_trained)
+                            keys_of[id(windows)] = key_tokens(judge.model, windows, **how)
+                            model.use_attention(attention)
+                        keys = keys_of.get(id(windows))
+                        numbers = measured(model, windows, keys=keys, keep=keep, **how)
                     row = cast(Row, asked | numbers)
                     spent = f"{numbers['seconds']:.1f} s"
                 # The tokenizer may have been absent before.
@@ -199,7 +208,7 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
 
 
 def judge_of(run: LoadedRun, options: Options) -> LoadedModel:
-    """The model that says which tokens are key tokens: another checkpoint, or the run's own."""
+    """The model that says which tokens are key tokens: another checkpoint, or the run itself."""
     if options.judge is None:
         return run
     try:

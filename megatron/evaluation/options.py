@@ -68,7 +68,8 @@ class Options(Asked):
         of values of these settings
     dtype: of the model's matrices, a name in DTYPES
     windows, start, tail, stride: of single protocols, see protocols.Request
-    judge: folder of the checkpoint that says which tokens are key tokens; None: the model itself
+    judge: folder of the checkpoint that says which tokens are key tokens; None: the model itself,
+        as it was trained
     alpha, beta, trunc_len, sliding_window: see protocols.KeyRule; None for a part of the training
         length
     """
@@ -126,7 +127,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_whole_number(parser, "--tail", Options.tail, "tail: scored tokens of a window", TOKENS)
     stride = "sliding: tokens that windows move by; default: half of each"
     add("--stride", type=number(*TOKENS), metavar="N", help=stride)
-    judge = "longppl: checkpoint that says which tokens are key; default: the model itself"
+    judge = (
+        "longppl: checkpoint that says which tokens are key; default: the model itself, as it was"
+        " trained"
+    )
     add("--judge", metavar="DIR", help=judge)
     alpha = "longppl: nats that far context gains a key token; default: 2"
     add("--alpha", type=real, default=Options.alpha, metavar="A", help=alpha)

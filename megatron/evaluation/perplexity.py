@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,100 +32,120 @@ def measured(
     model: nn.Module,
     windows: Windows,
     *,
-    judge: nn.Module | None = None,
+    keys: Sequence[np.ndarray] | str | None = None,
     keep: int = 0,
+    **how: Any,
+) -> Facts:
+    """The numbers of one length, named as in megatron.results.row.
+
+    keys: what `key_tokens` returns; None: the model says itself which targets are key tokens
+    keep: losses of single targets in the result, the first so many; 0: none
+    how: as for `losses_of_targets`
+
+    A length that a model refuses with a UserError has that reason in place of a loss.
+    Raises UserError if a batch does not fit into the device's memory.
+    """
+    started = time.perf_counter()
+    losses = []
+    try:
+        losses = losses_of_targets(model, windows, **how)
+        if windows.rule and keys is None:
+            keys = key_tokens(model, windows, long=losses, **how)
+    except Refusal as fault:
+        keys = str(fault)
+    rule = windows.rule
+    if rule is None or keys is None or isinstance(keys, str):
+        numbers = numbers_of(windows, keys or losses, time.perf_counter() - started)
+        if keep and numbers["loss"] is not None:
+            single = np.concatenate([of_window[0] for of_window in losses])
+            numbers["token_losses"] = single[:keep].round(DIGITS).tolist()
+        return numbers
+
+    # Of all targets, the key tokens are kept. A block never crosses from one window to the next.
+    all_losses = np.concatenate([of_window[0] for of_window in losses])
+    places = {number: key for number, key in enumerate(keys) if len(key)}  # by window
+    scored = replace(
+        windows,
+        ids=[windows.ids[number] for number in places],
+        first_scored=(),
+        answers=list(places.values()),
+        stretches=range(len(places)),
+    )
+    kept: list[np.ndarray] | str = [losses[number][:, places[number]] for number in places]
+    loss = float(all_losses.mean())
+    if not math.isfinite(loss):
+        kept = f"the loss over all targets is {loss}"
+    elif not places:
+        kept = (
+            f"no key token: no target has a loss below {-rule.beta:g} (--beta) that rises by more"
+            f" than --alpha {rule.alpha:g} when it sees --trunc-len {rule.trunc_len} tokens alone"
+            " - give a lower --alpha, and say so, a lower --beta or another --judge"
+        )
+        if rule.trunc_len >= windows.length:
+            kept = (
+                f"no key token: no context is longer than --trunc-len {rule.trunc_len}"
+                " - give a shorter one, or a longer length"
+            )
+    facts = numbers_of(scored, kept, time.perf_counter() - started)
+    facts["windows"] = len(windows.ids)
+    facts["all_tokens"] = len(all_losses)
+    facts["all_loss"] = loss if math.isfinite(loss) else None
+    facts["all_perplexity"] = perplexity_of(loss)
+    if places:
+        in_region = [number * windows.length + of_window for number, of_window in places.items()]
+        every_place = np.concatenate(in_region)
+        facts["key_text"] = hashlib.sha256(every_place.tobytes()).hexdigest()[:16]
+        facts["window_tokens"] = scored.counts.tolist()
+    return facts
+
+
+def key_tokens(
+    judge: nn.Module,
+    windows: Windows,
+    *,
+    long: Sequence[np.ndarray] | None = None,
+    **how: Any,
+) -> list[np.ndarray] | str:
+    """Positions of the key tokens of `windows.rule`: [windows] of [keys], or why there are none.
+
+    long: the judge's losses of all targets, if they are known; how: as for `losses_of_targets`
+    """
+    rule = windows.rule
+    assert rule is not None
+    try:
+        long = long or losses_of_targets(judge, windows, **how)
+        short = [losses_of_targets(judge, pieces, **how) for pieces in rule.short_windows(windows)]
+    except Refusal as fault:
+        return f"the judge: {fault}"
+    keys = []
+    for number, of_window in enumerate(long):
+        pieces = [of_start[number][0] for of_start in short]
+        keys.append(rule.places(of_window[0], pieces))
+    return keys
+
+
+def losses_of_targets(
+    model: nn.Module,
+    windows: Windows,
+    *,
     batch_tokens: int = 16384,
     grid: Grid | None = None,
     context: Context | None = None,
     advance: Callable[[int], object] = int,
-) -> Facts:
-    """The numbers of one length, named as in megatron.results.row.
+) -> list[np.ndarray]:
+    """Losses of targets, and of answers which are right: [windows] of [1 or 2, count] float64.
 
     model: model(ids [batch, length], labels [batch, length]) -> losses [batch, length], and without
         labels, for answers of a task, logits [batch, length, vocab]
-    judge: the model that says which targets are key tokens by `windows.rule`; None: the same
-    keep: losses of single targets in the result, the first so many; 0: none
     batch_tokens: tokens of a forward pass; one window at least
     grid: the processes that share the windows. Each of them calls this and gets the same result.
     context: the processes that share each window, where they divide its length; None: no window is
         shared
     advance: called with the number of windows that are finished since the last call
 
-    A length that a model refuses with a UserError has that reason in place of a loss.
-    Raises UserError if a batch does not fit into the device's memory.
+    Raises Refusal for what the model refuses, UserError if a batch does not fit into memory.
     """
-    started = time.perf_counter()
-
-    def found(model: nn.Module, windows: Windows) -> list[np.ndarray]:
-        return losses_of_targets(model, windows, batch_tokens, grid or Grid(), context, advance)
-
-    where = ""
-    try:
-        losses = found(model, windows)
-        rule = windows.rule
-        if rule is None:
-            numbers = numbers_of(windows, losses, time.perf_counter() - started)
-            if keep and numbers["loss"] is not None:
-                single = np.concatenate([of_window[0] for of_window in losses])
-                numbers["token_losses"] = single[:keep].round(DIGITS).tolist()
-            return numbers
-        where = "--judge: " if judge else ""
-        judged = losses if judge is None else found(judge, windows)
-        judge = judge or model
-        short = [found(judge, pieces) for pieces in rule.short_windows(windows)]
-    except Refusal as fault:
-        return numbers_of(windows, f"{where}{fault}", time.perf_counter() - started)
-
-    # Of all targets, the key tokens are kept. A block never crosses from one window to the next.
-    all_losses = np.concatenate([of_window[0] for of_window in losses])
-    keys = {}  # positions by window, where it has any
-    for number, long in enumerate(judged):
-        pieces = [of_start[number][0] for of_start in short]
-        places = rule.places(long[0], pieces)
-        if len(places):
-            keys[number] = places
-    scored = replace(
-        windows,
-        ids=[windows.ids[number] for number in keys],
-        first_scored=(),
-        answers=list(keys.values()),
-        stretches=range(len(keys)),
-    )
-    kept: list[np.ndarray] | str = [losses[number][:, keys[number]] for number in keys]
-    loss = float(all_losses.mean())
-    if not math.isfinite(loss):
-        kept = f"the loss over all targets is {loss}"
-    elif not keys:
-        kept = (
-            f"no key token: no target has a loss below {-rule.beta:g} (--beta) that rises by more"
-            f" than --alpha {rule.alpha:g} when it sees --trunc-len {rule.trunc_len} tokens alone"
-        )
-        if rule.trunc_len >= windows.length:
-            kept = f"no key token: no context is longer than --trunc-len {rule.trunc_len}"
-    facts = numbers_of(scored, kept, time.perf_counter() - started)
-    facts["windows"] = len(windows.ids)
-    facts["all_tokens"] = len(all_losses)
-    facts["all_loss"] = loss if math.isfinite(loss) else None
-    facts["all_perplexity"] = perplexity_of(loss)
-    if keys:
-        every_place = np.concatenate([number * windows.length + keys[number] for number in keys])
-        facts["key_text"] = hashlib.sha256(every_place.tobytes()).hexdigest()[:16]
-        facts["window_tokens"] = scored.counts.tolist()
-    return facts
-
-
-def losses_of_targets(
-    model: nn.Module,
-    windows: Windows,
-    batch_tokens: int,
-    grid: Grid,
-    context: Context | None,
-    advance: Callable[[int], object],
-) -> list[np.ndarray]:
-    """Losses of targets, and of answers which are right: [windows] of [1 or 2, count] float64.
-
-    Raises Refusal for what the model refuses. Arguments and other errors are those of `measured`.
-    """
+    grid = grid or Grid()
     device = next(model.parameters()).device
     order = range(len(windows.ids))
     batch_size = max(1, batch_tokens // windows.length)

@@ -19,6 +19,7 @@ from megatron.splits import TASK_PREFIX
 
 logger = logging.getLogger(__name__)
 
+ROUNDING = 1e-5  # nats: losses in float32 differ by less between batch sizes
 BUCKET = 64  # positions that share one mean in the protocol position; the first 64 are cut finer
 
 
@@ -102,7 +103,8 @@ class Windows:
 class KeyRule:
     """The rule of LongPPL (arXiv 2410.23771) for key tokens, by the losses of a judge in nats.
 
-    alpha: a key token's loss after a short context is more than this above that after a long one
+    alpha: a key token's loss after a short context is more than this above that after a long one,
+        beyond rounding
     beta: its loss after the long context is below -beta
     trunc_len: tokens of the short context at least; targets with fewer tokens before them never are
         key tokens
@@ -136,7 +138,9 @@ class KeyRule:
         first = self.trunc_len - 1
         after_long = long[first:]
         gain = np.concatenate([np.empty(0), *short]) - after_long
-        return first + np.flatnonzero((gain > self.alpha) & (after_long < -self.beta))
+        # Where far context changes nothing, the batch size would decide at alpha 0.
+        gains_enough = gain > self.alpha + ROUNDING
+        return first + np.flatnonzero(gains_enough & (after_long < -self.beta))
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ class Request:
     tail: protocol tail, scored targets at the end of a window
     stride: protocol sliding, tokens from one window to the next; None for half of each length
     rule: protocol longppl, which targets are key tokens
-    judge: protocol longppl, the name of the model that says so
+    judge: protocol longppl, the name of the model that says so; self: the model as it was trained
     """
 
     tokens: TokenFile

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from megatron.errors import UserError
-from megatron.results.labels import labels_of, select
-from megatron.results.row import BLOCK, Row, place_of
+from megatron.results.labels import labels_of, other_differences, select
+from megatron.results.row import BLOCK, COMPARED, LONGPPL, Row, place_of, value_of
 from megatron.results.statistics import (
     Estimate,
     holm,
@@ -22,6 +22,7 @@ from megatron.results.table import mean_and_std, setting
 ALPHA = 0.05
 SEEDS = 3  # common seeds that a claim about an encoding needs
 WORSE, BETTER = "†", "‡"
+OTHER_KEYS = "its key tokens are not those of {} - compare at one length, and give both one --judge"
 # What an interval speaks about: its heading, by whether it is a claim.
 ABOUT = {True: "over seeds", False: "these weights on this text"}
 
@@ -51,8 +52,9 @@ class Comparison:
     by_seed: the difference of each common seed
     over_seeds: the mean difference over seeds, from SEEDS common seeds on
     over_text: the mean difference of these weights on this text
-    p: over seeds, with Holm's correction for all claims of the call
+    p: over seeds, with Holm's correction for all claims of the call; tests: their number
     reason: why there is no difference
+    other_differences: from the reference, beside the encoding
     """
 
     setting: str
@@ -67,7 +69,9 @@ class Comparison:
     over_seeds: Estimate | None = None
     over_text: TextEstimate | None = None
     p: float | None = None
+    tests: int = 0
     reason: str | None = None
+    other_differences: str = ""
 
     @property
     def is_claim(self) -> bool:
@@ -148,6 +152,8 @@ def compared(kinds: Mapping[str, Sequence[Row]], against: str | None = None) -> 
         theirs = rows_of.get(reference, [])
         for label, rows in rows_of.items():
             one = _compared(heading, label, rows, reference, theirs)
+            if not theirs and rows[0]["loss"] is not None:
+                one = replace(one, reason=_not_measured(rows[0], reference, kinds[reference]))
             comparisons.append(one)
 
     others = [one for one in comparisons if one.encoding != reference]
@@ -160,8 +166,19 @@ def compared(kinds: Mapping[str, Sequence[Row]], against: str | None = None) -> 
     corrected = iter(holm(p_values))
     for number, one in enumerate(comparisons):
         if one.p is not None:
-            comparisons[number] = replace(one, p=next(corrected))
+            comparisons[number] = replace(one, p=next(corrected), tests=len(p_values))
     return comparisons
+
+
+def _not_measured(row: Row, reference: str, theirs: Sequence[Row]) -> str:
+    """Why no row of the reference has a row's place: how the most similar one differs."""
+    differences = [
+        [key for key in COMPARED if value_of(other, key) != value_of(row, key)] for other in theirs
+    ]
+    nearest = min(differences, key=len)
+    if row.get("protocol") == LONGPPL and {*nearest} <= {"judge", "tokens", "key_text"}:
+        return OTHER_KEYS.format(reference)
+    return f"{reference} was measured with another {' and '.join(nearest)} alone"
 
 
 def _compared(
@@ -202,7 +219,12 @@ def _compared(
             assert their_loss is not None
             by_seed[seed] = our_loss - their_loss
     text = over_text(ours, theirs)
-    paired = replace(alone, by_seed=by_seed, over_text=text)
+    paired = replace(
+        alone,
+        by_seed=by_seed,
+        over_text=text,
+        other_differences="; ".join(other_differences(ours[0], theirs[0]).values()),
+    )
     if len(by_seed) < SEEDS:
         return paired
     over_seeds = mean_over_seeds(list(by_seed.values()))
@@ -211,8 +233,6 @@ def _compared(
 
 def why_not_paired(ours: Sequence[Row], theirs: Sequence[Row], reference: str) -> str | None:
     """The reason why these rows are no pairs, or None. reference: the label of `theirs`"""
-    if not theirs:
-        return f"{reference} was not measured there, on as many tokens"
     for row in (*ours, *theirs):
         name = row["pos_emb"]
         if row["loss"] is None:
@@ -220,8 +240,8 @@ def why_not_paired(ours: Sequence[Row], theirs: Sequence[Row], reference: str) -
         if not row.get("window_losses") or not row.get("text"):
             return f"{name}: no losses by window in its results - measure it again with evaluate.py"
     if {row.get("text") for row in ours} != {row.get("text") for row in theirs}:
-        if "judge" in ours[0]:
-            return f"its key tokens are not those of {reference} - give both the same --judge"
+        if ours[0].get("protocol") == LONGPPL:
+            return OTHER_KEYS.format(reference)
         return (
             f"it was scored on other text than {reference}"
             " - evaluate both on the same data_path, split and lengths"

@@ -78,6 +78,9 @@ def tables_of(comparisons: Sequence[Comparison], *, bits_per_byte: bool = False)
         body = [[line[key] for key in head] for line in lines]
         notes = [f"{one.encoding}: {one.reason}" for one in group if one.reason]
         for one in group:
+            if one.other_differences:
+                note = f"differs from {one.reference} in more than the encoding"
+                notes.append(f"{one.encoding}: {note}: {one.other_differences}")
             too_few = 1 < len(one.by_seed) < SEEDS
             if too_few or one.seeds_disagree:
                 losses = [f"{loss:+.4f} (seed {seed})" for seed, loss in one.by_seed.items()]
@@ -127,8 +130,8 @@ def two_by_two(rows: Sequence[Row], title: str = "") -> Table | None:
         with contextlib.suppress(UserError):  # no length has two numbers
             for one in compared(by_repair, "as trained"):
                 text = cell(one.perplexity)
-                if one.encoding != "as trained" and one.difference:
-                    text = f"{one.difference.mean:+.4f}"
+                if one.encoding != "as trained":
+                    text = f"{one.difference.mean:+.4f}" if one.difference else "n/a"
                 if one.interval:
                     low, high = one.interval
                     text = f"{text} [{low:+.4f}, {high:+.4f}]"

@@ -6,9 +6,12 @@ from megatron.errors import UserError
 from megatron.results.row import (
     BOOKKEEPING,
     CORPUS_AXIS,
+    ENCODING_AXIS,
+    FROM_SCRATCH,
     KIND,
     KIND_LABELS,
     LABELS,
+    OF_TRAINING,
     SETTING,
     TASK,
     TEXT_LABELS,
@@ -111,6 +114,19 @@ def kinds(rows: Sequence[AnyQuestion]) -> dict[str, list[AnyQuestion]]:
         found = list(parts.values())
     labels = labels_of([group[0] for group in found], KIND_LABELS, axes)
     return dict(zip(labels, found, strict=True))
+
+
+def other_differences(ours: Question, theirs: Question) -> dict[str, str]:
+    """What a fair comparison of two encodings has in common and these have not, in words by key.
+
+    Such as "step 7, not 9". A value that a row does not know is no difference.
+    """
+    differences = {}
+    for key in ("dtype", *OF_TRAINING, *axes_of([ours, theirs])):
+        first, second = (value_of(row, key) or FROM_SCRATCH.get(key) for row in (ours, theirs))
+        if None not in (first, second) and first != second and key != ENCODING_AXIS:
+            differences[key] = f"{key} {first}, not {second}"
+    return differences
 
 
 def labels_of(

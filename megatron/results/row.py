@@ -17,6 +17,7 @@ ENCODING_AXIS = (
     "encoding"  # the axis of a sweep whose names stand for encodings in tables and figures
 )
 TASK = "task"  # the protocol of problems whose answers are counted
+LONGPPL = "longppl"  # the protocol of key tokens
 TRAINED = "trained "  # before the name of an axis that evaluation may change, such as window
 
 # Scored targets of a block, if a row does not say otherwise. Files rely on it: never change it.
@@ -49,7 +50,7 @@ class Setting(TypedDict, total=False):
     tail: int  # tail: scored targets of a window
     start: int  # paper: first window
     task_args: dict[str, Any]  # task: options of the problems that are not the defaults
-    judge: str  # longppl: the model that says which targets are key tokens, or self
+    judge: str  # longppl: the model that names key tokens; self: the row's, as it was trained
     alpha: float  # longppl: nats that far context gains a key token
     beta: float  # longppl: a key token's loss is below -beta
     trunc_len: int  # longppl: tokens of a short context
@@ -144,7 +145,7 @@ class Row(Question, Pieces, Answers, Collected, total=False):
 
 VARIANT = tuple(Variant.__annotations__)
 SETTING = tuple(Setting.__annotations__)
-PLACE = ("length", "text", "tokens", "stride")
+PLACE = ("length", "text", "tokens", "stride", "key_text")
 PIECES = tuple(Pieces.__annotations__)
 BYTES = ("bytes", "bytes_from", "bits_per_byte")
 EXACT, MEAN = "tokenizer", "card"  # values of bytes_from
@@ -157,15 +158,16 @@ DEFAULTS.pop("dtype")
 # The one list of what makes measurements different, beside the encoding and the length, which have
 # a place of their own in tables. Labels keep its order: what was measured stands first, the axes of
 # sweeps and bookkeeping last. EXPLAINS: words for what the hash of a configuration contains.
-_OF_MODEL = ("train_length", "step", "windows_per_step", "trained_on", "parent_model")
-EXPLAINS = {"pos_emb_args", "sweep", *_OF_MODEL} - {"step"}
-BOOKKEEPING = ("sweep", "config_hash", "checkpoint", "tokens", "stride", "text")
-LABELS = ("pos_emb_args", *VARIANT, *_OF_MODEL, "seed", *SETTING, *BOOKKEEPING)
+OF_TRAINING = ("train_length", "step", "windows_per_step", "trained_on", "parent_model")
+EXPLAINS = {"pos_emb_args", "sweep", *OF_TRAINING} - {"step"}
+BOOKKEEPING = ("sweep", "config_hash", "checkpoint", "tokens", "stride", "text", "key_text")
+LABELS = ("pos_emb_args", *VARIANT, *OF_TRAINING, "seed", *SETTING, *BOOKKEEPING)
 RUN = ("pos_emb", *(key for key in LABELS if key not in (*EXPLAINS, *PLACE)))
 KIND_LABELS = tuple(key for key in LABELS if key not in ("seed", *SETTING, *PLACE))
 KIND = ("pos_emb", *(key for key in KIND_LABELS if key not in ("config_hash", "checkpoint")))
 TEXT_LABELS = tuple(key for key in LABELS if key in (*SETTING, *PLACE))
 USUAL = {**DEFAULTS, "dtype": "float32"}  # values that a label need not name
+FROM_SCRATCH = {"trained_on": "one corpus", "parent_model": "none"}  # what no value means
 
 # How the notes beneath a table write a key, and the headings of a table of runs.
 NOTES = {
@@ -247,13 +249,13 @@ def measurement_of(row: Row) -> tuple[Hashable, ...]:
     return identity(row, (*RUN, *PLACE))
 
 
-def place_of(row: Row) -> tuple[Hashable, ...]:
-    """Values that must agree for two rows to be compared, beside the text.
+COMPARED = (*SETTING, *(key for key in PLACE if key != "text"))
+"""What must agree for two rows to be compared, beside the text: runs of each seed may have one."""
 
-    Runs of several seeds may have a text each.
-    """
-    place = [key for key in PLACE if key != "text"]
-    return identity(row, (*SETTING, *place, "key_text"))
+
+def place_of(row: Row) -> tuple[Hashable, ...]:
+    """Values that must agree for two rows to be compared."""
+    return identity(row, COMPARED)
 
 
 def agrees(row: Mapping[str, Any], question: Mapping[str, Any]) -> bool:
@@ -301,8 +303,9 @@ def by_text(rows: Sequence[Row], keys: Iterable[str] = SETTING) -> list[list[Row
     Rows of one length, and in the protocol `paper` of one seed, have the same text if its hash or,
     in old rows, the number of its targets is the same. Rows of other lengths belong to them if
     they lack less than one of their windows, which the end of the text leaves out; in `paper` and
-    `task`, where each length has its own windows, if these are as many. Rows that may belong to
-    two texts belong to neither. The order of the rows does not matter.
+    `task`, where each length has its own windows, if these are as many. Rows of `longppl` have the
+    same text if their key tokens are the same. Rows that may belong to two texts belong to neither.
+    The order of the rows does not matter.
     """
     keys = tuple(keys)
     facts = (*keys, "tokenizer", "seed", "windows", *PLACE)
@@ -325,7 +328,7 @@ def by_text(rows: Sequence[Row], keys: Iterable[str] = SETTING) -> list[list[Row
 
 
 def _targets(row: Row) -> tuple[Hashable, ...]:
-    return row.get("tokenizer"), row.get("text") or row["tokens"]
+    return row.get("tokenizer"), row.get("key_text") or row.get("text") or row["tokens"]
 
 
 def _same_text(row: Row, other: Row) -> bool:
@@ -340,8 +343,7 @@ def _same_text(row: Row, other: Row) -> bool:
     if row.get("protocol") in ("paper", TASK):  # windows are counted, and drawn for each length
         of_each_seed = row.get("protocol") == "paper" and row.get("seed") != other.get("seed")
         return (of_each_seed or not same_length) and row["windows"] == other["windows"]
-    if same_length or row.get("protocol") == "position":
+    if same_length or row.get("protocol") in ("position", LONGPPL):
         return False
-    counts = [one.get("all_tokens", one["tokens"]) for one in (row, other)]
-    fewer = row if counts[0] < counts[1] else other
-    return 0 < max(counts) - min(counts) < fewer["length"]
+    fewer = row if row["tokens"] < other["tokens"] else other
+    return 0 < abs(row["tokens"] - other["tokens"]) < fewer["length"]

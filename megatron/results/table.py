@@ -1,4 +1,4 @@
-"""Tables as text and as Markdown, and those of perplexity, bits per byte and accuracy by length."""
+"""Tables as text and as Markdown, and those of perplexity, bits and accuracies by length."""
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,6 +10,7 @@ from megatron.results.labels import kinds, runs, sections
 from megatron.results.row import (
     BYTES,
     EXACT,
+    LONGPPL,
     MEAN,
     NOTES,
     PIECES,
@@ -48,7 +49,8 @@ OTHER_TOKENIZERS = (
     " that scored about the same bytes of the same part"
 )
 MEASURE_AGAIN = "measure again with evaluate.py where the tokenizer's files or a new card exist"
-# Accuracy of guessing, in percent, where answers have few values.
+FEW_KEYS = 1000  # key tokens, below which a perplexity is known to 15 % at best
+# Token accuracy of guessing, in percent, where answers have few values.
 GUESSES = {"task:parity": 50, "task:flip_flop": 50}
 
 
@@ -171,8 +173,8 @@ class Quantity:
 
 PERPLEXITY = Quantity("perplexity", "perplexity", cell)
 BITS = Quantity("bits_per_byte", "bits per byte", bits)
-TOKENS_RIGHT = Quantity("token_accuracy", "% of answer tokens right", percent, 100)
-ANSWERS_RIGHT = Quantity("accuracy", "% of answers right in every token", percent, 100)
+TOKENS_RIGHT = Quantity("token_accuracy", "token accuracy: % of answer tokens right", percent, 100)
+ANSWERS_RIGHT = Quantity("accuracy", "accuracy: % of answers right in every token", percent, 100)
 
 
 def quantities_of(rows: Sequence[Row]) -> list[Quantity]:
@@ -391,6 +393,8 @@ def setting(rows: Sequence[Row]) -> str:
 
     if protocol:
         facts.append(f"protocol {protocol}")
+    if protocol == LONGPPL and most < FEW_KEYS:
+        facts.append(f"few key tokens: {counts} of {first.get('all_tokens', 0):,} targets")
     for key in OPTIONS:
         values = {identity(row, (key,)) for row in rows}
         value = first.get(key)

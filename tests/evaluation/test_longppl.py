@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.errors import UserError
-from megatron.evaluation.perplexity import measured
+from megatron.evaluation.perplexity import key_tokens, measured
 from megatron.evaluation.protocols import KeyRule, Windows
 from megatron.results.comparison import compared
 from megatron.results.files import read_results, write_results
-from megatron.results.labels import kinds
+from megatron.results.labels import kinds, sections
 from tests.evaluation.test_evaluate import configuration, evaluate, held_out, home, model, rows_of
 from tests.positions.golden import load
 from tests.results.rows import rows
@@ -70,7 +70,8 @@ def test_the_perplexities_are_those_of_the_authors_code(variant):
     judge = Losses(numbers["loss_long"], numbers["loss_short"])
     count = len(numbers["loss_model"])
     windows = Windows(count - 1, [np.arange(count)], [0], rule=rule_of(golden))
-    row = measured(Losses(numbers["loss_model"]), windows, judge=judge)
+    keys = key_tokens(judge, windows)
+    row = measured(Losses(numbers["loss_model"]), windows, keys=keys)
     assert row["all_perplexity"] == pytest.approx(numbers["ppl"].item(), rel=1e-6)
     assert row["all_tokens"] == count - 1
     if variant == "same":
@@ -90,7 +91,8 @@ def test_a_loss_that_is_not_finite_leaves_a_row_that_can_be_read(tmp_path):
     losses[-1] = torch.nan
     windows = Windows(len(losses) - 1, [np.arange(len(losses))], [0], rule=rule_of(golden))
     judge = Losses(golden.numbers["loss_long"], golden.numbers["loss_short"])
-    facts = measured(Losses(losses), windows, judge=judge)
+    keys = key_tokens(judge, windows)
+    facts = measured(Losses(losses), windows, keys=keys)
     (row,) = rows("a", {windows.length: None}, **facts)
     assert row["reason"] == "the loss over all targets is nan"
     assert [row[key] for key in ("loss", "perplexity", "all_loss", "window_losses")] == [None] * 4
@@ -160,8 +162,29 @@ def test_models_are_compared_on_the_key_tokens_of_one_judge_alone(home, tmp_path
     _, difference = compared(kinds([dict(row, seed=1) for row in rows]))
     expected = rotary["loss"] - alibi["loss"]
     assert difference.over_text.estimate.mean == pytest.approx(expected, abs=1e-5)
-    with pytest.raises(UserError, match="was not measured there"):
+    with pytest.raises(UserError, match="its key tokens are not those of alibi"):
         compared(kinds([dict(row, seed=1) for row in read_results([of_itself])]))
+
+
+def test_every_variant_is_judged_by_the_model_as_it_was_trained(home, tmp_path):
+    words = [f"--checkpoint {home}/run --step 4", *OPTIONS, "--lengths", "16", "32"]
+    variants = "--method none yarn,factor=8 --window none 4"
+    several = rows_of(tmp_path / "several.jsonl", *words, *variants.split())
+    (trained, _, alone, longer) = [
+        *rows_of(tmp_path / "trained.jsonl", *words),
+        *rows_of(tmp_path / "alone.jsonl", *words, "--window", "4"),
+    ]
+    assert alone["key_text"] == trained["key_text"] != longer["key_text"]
+    assert [row["key_text"] for row in several] == 4 * [alone["key_text"], longer["key_text"]]
+    assert len({row["loss"] for row in several}) > 4
+    for of_text in sections(several).values():
+        assert len({row["key_text"] for row in of_text}) == 1
+
+
+def test_what_far_context_changes_by_rounding_alone_is_no_key_token():
+    rule = KeyRule(0.0, -99.0, 1, 1)
+    losses = np.array([5.0, 5.0, 5.0])
+    assert rule.places(losses, [losses + np.array([9e-7, 0.0, 1e-3])]).tolist() == [2]
 
 
 def test_a_judge_of_another_tokenizer_is_refused(home, tmp_path, capsys):

@@ -157,21 +157,40 @@ def test_several_seeds_with_a_text_each_are_paired_within_their_seed():
 def test_what_is_no_pair_is_refused_with_the_reason():
     hard = texts()
     ends = {"loss": None, "perplexity": None, "reason": "positions end at 512"}
+    longppl = {"protocol": "longppl", "judge": "self"}
     refused = {
         "other text than a": row("b", hard, text="cd34"),
         "no losses by window in its results - measure it again": row("b", hard, window_losses=None),
         "b: positions end at 512": row("b", hard, **ends),
-        "a was not measured there, on as many tokens": row("b", hard, length=1024),
+        "a was measured with another length alone": row("b", hard, length=1024),
+        "a was measured with another part alone": row("b", hard, part="test"),
+        "its key tokens are not those of a - compare": row("b", hard, key_text="ef", **longppl),
     }
     for reason, other in refused.items():
         with pytest.raises(UserError, match=f"nothing can be compared with a:\n  b at .*{reason}"):
-            against([row("a", hard), other])
+            against([row("a", hard), row("a", hard, key_text="cd", **longppl), other])
     both = against([row("a", hard), row("b", hard, text="cd34"), row("c", hard + 1)])
     assert [one.reason is None for one in both] == [True, False, True]
     twice = [row("b", hard, text=text) for text in ("ab12", "cd34")]
     message = "b: seed 1 was measured on two texts at length 512 - give the results of one of them"
     with pytest.raises(UserError, match=message):
         against(twice)
+
+
+def test_differences_beside_the_encoding_are_named():
+    fair = {"parent_model": "t5 step 9", "windows_per_step": 8, "dtype": "float32"}
+    found = [row("a", texts(), **fair), row("b", texts() + 1, **fair)]
+    found[1] |= {"cell": {"encoding": "b", "optimizer": "muon"}, "windows_per_step": None}
+    assert "more than the encoding" not in tables(against(found))
+    found.append(row("c", texts() + 1, dtype="bfloat16", windows_per_step=16, trained_on="wiki 1"))
+    found[-1]["cell"] = {"encoding": "c", "optimizer": "adam"}
+    text = tables(against(found, "b"))
+    assert text.count("in more than the encoding") == 1
+    assert (
+        "c, dtype bfloat16: differs from b in more than the encoding: dtype bfloat16, not float32;"
+        " trained_on wiki 1, not one corpus; parent_model none, not t5 step 9;"
+        " optimizer adam, not muon"
+    ) in text
 
 
 def test_each_place_is_a_table_of_its_own_under_its_setting():

@@ -92,6 +92,11 @@ def test_only_rows_of_one_text_stand_together():
     assert not together(problems, one(**task | {"windows": 8}, text="b", length=1024))
     position = {"protocol": "position"}
     assert not together(one(**position, text="a"), one(**position, text="b", length=1024))
+    longppl = {"protocol": "longppl", "text": "a", "all_tokens": 8192}
+    keys = one(**longppl, key_text="k", tokens=900)
+    assert together(keys, one(**longppl, key_text="k", tokens=900, length=1024))
+    assert not together(keys, one(**longppl, key_text="other", tokens=900)), "of another judge"
+    assert not together(keys, one(**longppl, key_text="more", tokens=1000, length=1024))
 
 
 def test_texts_do_not_depend_on_the_order_of_rows_and_what_may_be_of_two_is_of_neither():

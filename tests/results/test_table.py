@@ -102,7 +102,7 @@ def test_a_task_has_tables_of_right_tokens_and_where_they_differ_of_right_answer
         "rotary       2  99.8 ± 0.1  20.0 ± 7.1\n"
         "learned      1       100.0         n/a\n"
         "\n"
-        f"% of answer tokens right on task:copy valid, {measured}\n"
+        f"token accuracy: % of answer tokens right on task:copy valid, {measured}\n"
         "each: step 2000, config ab12cd34ef56\n"
         "* training length\n"
         f"learned: n/a at 1024: {BEYOND}\n"
@@ -113,7 +113,7 @@ def test_a_task_has_tables_of_right_tokens_and_where_they_differ_of_right_answer
         "rotary       2  98.0 ± 1.4  0.0 ± 0.0\n"
         "learned      1       100.0        n/a\n"
         "\n"
-        f"% of answers right in every token on task:copy valid, {measured}\n"
+        f"accuracy: % of answers right in every token on task:copy valid, {measured}\n"
         "mean ± standard deviation over seeds"
     )
 
