@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from megatron.cli_errors import command_parser, guarded
-from megatron.errors import visible
+from megatron.errors import UserError, did_you_mean, visible
 from megatron.files import ROOT, write_output
 from megatron.results.claims import GRAMMAR, judged, read_claims, table_of
 from megatron.results.files import read_results
@@ -30,8 +30,12 @@ def main(argv: list[str] | None = None) -> int:
         "-o", "--output", type=Path, metavar="FILE", help="a Markdown file to write too"
     )
     options = parser.parse_args(argv)
-    shipped = SHIPPED / f"{options.file}.yml"
-    source, claims = read_claims(shipped if shipped.is_file() else Path(options.file))
+    shipped = {path.stem: path for path in sorted(SHIPPED.glob("*.yml"))}
+    path = shipped.get(options.file) or Path(options.file)
+    if not path.exists():
+        hint = did_you_mean(path.stem, shipped) or f"configs/claims has {', '.join(shipped)}"
+        raise UserError(f"{options.file}: there is no such file of claims - {hint}")
+    source, claims = read_claims(path)
     table = table_of(judged(claims, read_results(options.results)), source)
     print(visible(table.text()))
     if options.output:

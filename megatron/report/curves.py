@@ -1,4 +1,4 @@
-"""Curves over length or position, accuracy by length as a heatmap, their looks and files."""
+"""Curves over length or position, token accuracy as a heatmap, their looks and files."""
 
 import math
 import statistics
@@ -135,7 +135,7 @@ Groups = Mapping[str, Sequence[Row]]  # the rows of each curve, by its label
 def plot_results(
     rows: Sequence[Row], path: Path, *, over_seeds: bool = False, title: str = ""
 ) -> None:
-    """Draw perplexity against length, or accuracy, in a panel for each text and protocol.
+    """Draw perplexity against length, or token accuracy, in a panel for each text and protocol.
 
     over_seeds: a curve for each encoding instead of each run
 
@@ -148,7 +148,7 @@ def plot_results(
     if len(are_tasks) > 1:
         raise UserError(f"{path}: tasks and texts have no common plot - give the files of one kind")
     if True in are_tasks:
-        figure = draw_accuracy(texts, title or "Accuracy beyond the training length")
+        figure = draw_accuracy(texts, title or "Token accuracy beyond the training length")
     else:
         title = title or "Perplexity beyond the training length"
         figure = draw_perplexity(*texts.values(), title=title)

@@ -8,14 +8,15 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field, ValidationError
 
-from megatron.errors import UserError, in_words
+from megatron.errors import UserError, did_you_mean, in_words
 from megatron.files import read_small
 from megatron.results.comparison import ALPHA, SEEDS, over_text, why_not_paired
 from megatron.results.comparison_table import FEW
-from megatron.results.labels import facts_of, kinds, labels_of
+from megatron.results.labels import facts_of, kinds, labels_of, other_differences
 from megatron.results.row import (
     ATTENTION_INPUTS,
     DEFAULTS,
+    LONGPPL,
     SETTING,
     TASK,
     Row,
@@ -32,7 +33,7 @@ from megatron.results.statistics import (
     t_distribution,
     values_needed,
 )
-from megatron.results.table import Table
+from megatron.results.table import ANSWERS_RIGHT, FEW_KEYS, TOKENS_RIGHT, Table
 from megatron.strict_yaml import parse
 
 GRAMMAR = """\
@@ -46,18 +47,20 @@ A claim is one line:
               rotary (fraction 0.5) > rotary, …  and  rotary (window 512) < rotary, …
               Of several kinds of rows, a name alone means the one with default options.
   VERB        rises, falls: the number; loses, gains, loses at most: the quality
-  N %         of a perplexity, also where the quantity is loss or bits; points of an accuracy
-  QUANTITY    perplexity (the default), longppl, loss, bits per byte, accuracy, token accuracy
+  N %         of a perplexity, also where the quantity is loss or bits; points of accuracies
+  QUANTITY    perplexity (the default), longppl, loss, bits per byte, accuracy (of whole answers),
+              token accuracy (of their tokens)
   WHERE       at 4096, at 4 L, from 2048, from 512 to 4096. L is the training length.
               The claim must hold at each of several lengths.
   CONDITIONS  separated by commas: a corpus, part or protocol, or a key and its value, such as
               github, tail, window 512. Rows with a window or a method for longer texts answer
-              only claims that name this key."""
-PERPLEXITIES = ("perplexity", "longppl")
-ACCURACIES = ("accuracy", "token accuracy")
+              only claims that name this key. So do sides that differ in dtype, windows_per_step,
+              trained_on, parent_model or an axis of their sweep."""
+PERPLEXITIES = ("perplexity", LONGPPL)
+ACCURACIES = {"accuracy": ANSWERS_RIGHT, "token accuracy": TOKENS_RIGHT}
 QUANTITIES = (*PERPLEXITIES, "loss", "bits per byte", *ACCURACIES)
 OWN_TEXT = ("paper", TASK)  # protocols that draw other windows at each length
-GROUP = (*SETTING, "stride", "train_length", "step")  # equal on both sides of a claim
+GROUP = (*SETTING, "stride", "train_length", "step")  # equal on both sides, if none names them
 LONGEST = "1000000000000"  # tokens, of a claim without a limit
 LARGEST = 1 << 20  # bytes of a file of claims
 
@@ -111,7 +114,7 @@ class Side:
         """Whether a row has such a length, where L is its training length."""
         trained = row.get("train_length") or math.nan
         shortest, longest = (
-            int(text.rstrip(" L") or 1) * (trained if "L" in text else 1)
+            _number(text) * (trained if "L" in text else 1)
             for text in (self.shortest, self.longest)
         )
         return shortest <= row["length"] <= longest
@@ -133,6 +136,15 @@ class Claim:
     size: float
     quantity: str
 
+    def names(self, key: str) -> bool:
+        """Whether a condition of a side has this key, such as `window` of `window 512`."""
+        conditions = (*self.ours.conditions, *self.theirs.conditions)
+        return any(condition.startswith(f"{key} ") for condition in conditions)
+
+
+def _number(length: str) -> int:
+    return int(length.rstrip(" L") or 1)
+
 
 def read_claims(path: Path) -> tuple[str, list[Claim]]:
     """The source and the claims of a file; UserError for a fault."""
@@ -146,7 +158,10 @@ def read_claims(path: Path) -> tuple[str, list[Claim]]:
             " a list of lines"
         ) from None
     except (OSError, ValueError) as fault:
-        raise UserError(f"{path}: cannot be read as claims: {in_words(fault)}") from None
+        raise UserError(
+            f"{path}: cannot be read as claims: {in_words(fault)}"
+            " - write a file such as configs/claims/kerple.yml"
+        ) from None
     claims: dict[str, Claim] = {}
     for number, one in enumerate(file.claims, 1):
         text, source = (one, "") if isinstance(one, str) else (one.claim, one.source)
@@ -187,6 +202,8 @@ def claim_of(text: str, source: str = "") -> Claim:
 
     first = match["at"] or match["first"]
     longest = match["at"] or last or LONGEST
+    if last and not verb and ("L" in first) == ("L" in last) and _number(first) > _number(last):
+        raise ValueError(f"goes from a longer length to a shorter one - from {last} to {first}")
     own, others, shared = (
         tuple(words.split(", ")) if words else ()
         for words in match.group("own", "others", "shared")
@@ -215,12 +232,21 @@ class Effect:
 
     unit: seeds, blocks or windows, of which the difference is the mean
     p_holds: one-sided, small where the difference speaks for the claim, near 1 against it
+    by_seed: the difference of each common seed, if it has one text
     """
 
     length: int
     estimate: Estimate
     unit: str
     p_holds: float
+    by_seed: Sequence[float]
+
+    @property
+    def decides(self) -> tuple[Estimate, str]:
+        """The estimate that says how large a sample must be, and its unit: two seeds are seeds."""
+        if self.unit == "seeds" or len(self.by_seed) < 2:
+            return self.estimate, self.unit
+        return mean_over_seeds(self.by_seed), "seeds"
 
 
 @dataclass
@@ -255,10 +281,11 @@ def judged(claims: Sequence[Claim], rows: Sequence[Row]) -> list[Verdict]:
     verdicts = []
     for claim in claims:
         groups: dict[Hashable, tuple[list[Row], list[Row]]] = {}
+        shared = [key for key in GROUP if not claim.names(key)]
         try:
             for number, side in enumerate((claim.ours, claim.theirs)):
                 for row in _chosen(rows, side, claim.quantity):
-                    groups.setdefault(identity(row, GROUP), ([], []))[number].append(row)
+                    groups.setdefault(identity(row, shared), ([], []))[number].append(row)
             answers = [pair for pair in groups.values() if all(pair)]
             if not answers:
                 raise NoRows(
@@ -283,7 +310,7 @@ def judged(claims: Sequence[Claim], rows: Sequence[Row]) -> list[Verdict]:
         one.p = p
         if p >= ALPHA:
             one.word = "undecided"
-            estimate, unit = one.effect.estimate, one.effect.unit
+            estimate, unit = one.effect.decides
             excess = one.claim.sign * estimate.mean - one.claim.size
             level = one.level / undecided  # Holm's next step
             one.needed = values_needed(estimate, excess, level, unit)
@@ -295,32 +322,35 @@ def _chosen(rows: Sequence[Row], side: Side, quantity: str) -> Sequence[Row]:
     keys = {condition.partition(" ")[0] for condition in side.conditions}
     usual = [key for key in ATTENTION_INPUTS if key not in keys]
 
-    def fulfils(row: Row, condition: str) -> bool:
+    def texts_of(row: Row) -> set[str | None]:
         corpus = row.get("corpus") or ""
-        words = {corpus, corpus.removeprefix("task:"), row.get("part"), row.get("protocol")}
-        return condition in words | facts_of(row)
+        return {corpus, corpus.removeprefix("task:"), row.get("part"), row.get("protocol")}
 
     def has_quantity(row: Row) -> bool:
-        of_key_tokens = row.get("protocol") == "longppl"
+        of_key_tokens = row.get("protocol") == LONGPPL
         key = quantity.replace(" ", "_")
-        if key == "longppl" or of_key_tokens:
-            return of_key_tokens and key == "longppl"
+        if key == LONGPPL or of_key_tokens:
+            return of_key_tokens and key == LONGPPL
         has_bytes = row["loss"] is None or row.get("bits_per_byte") is not None
         return has_bytes if key == "bits_per_byte" else key in row
 
     pos_emb = side.encoding.replace("/", ", ")
     demands = {"this encoding": lambda row: pos_emb in (row["pos_emb"], encoding_of(row))}
     for word in side.conditions:
-        demands[word] = lambda row, word=word: fulfils(row, word)
+        demands[word] = lambda row, word=word: word in texts_of(row) | facts_of(row)
     demands["usual attention (or name window, method, …)"] = lambda row: all(
         value_of(row, key) == DEFAULTS[key] for key in usual
     )
     demands[quantity] = has_quantity
-    demands[f"length {side.shortest}"] = side.has_length
+    several = side.longest not in (side.shortest, LONGEST)
+    demands[f"length {side.shortest}{f' to {side.longest}' * several}"] = side.has_length
     for name, demand in demands.items():
-        rows = [row for row in rows if demand(row)]
-        if not rows:
-            raise NoRows(f"{side.encoding}: no row with {name}")
+        fulfilling = [row for row in rows if demand(row)]
+        if not fulfilling:
+            words = {word for row in rows for word in (row["pos_emb"], *texts_of(row)) if word}
+            hint = did_you_mean(pos_emb if name == "this encoding" else name, words)
+            raise NoRows(f"{side.encoding}: no row with {name}{hint and f' - {hint}'}")
+        rows = fulfilling
     return rows
 
 
@@ -331,6 +361,13 @@ def _verdict(claim: Claim, ours: Sequence[Row], theirs: Sequence[Row]) -> Verdic
     times k.
     """
     ours, theirs = _of_one_kind(ours), _of_one_kind(theirs)
+    differences = other_differences(ours[0], theirs[0])
+    unnamed = [words for key, words in differences.items() if not claim.names(key)]
+    if unnamed:
+        raise NoRows(
+            f"the two sides differ in more than the encoding: {'; '.join(unnamed)}"
+            " - measure models that share this, or name it as a condition"
+        )
     effects = []
     for length in sorted({row["length"] for row in ours}):
         mine = [row for row in ours if row["length"] == length]
@@ -372,13 +409,16 @@ def _effect(claim: Claim, length: int, ours: Sequence[Row], theirs: Sequence[Row
         sides.append(of_seed)
     mine, others = sides
     seeds = [seed for seed in mine if seed in others]
+    by_seed = []
     any_text = claim.is_change and ours[0].get("protocol") in OWN_TEXT
     is_paired = any_text or all(
         mine[seed].get("text") == others[seed].get("text") for seed in seeds
     )
-    if len(seeds) >= SEEDS and is_paired:
+    if is_paired:
+        by_seed = [mine[seed]["loss"] - others[seed]["loss"] for seed in seeds]
+    if len(by_seed) >= SEEDS:
         unit = "seeds"
-        estimate = mean_over_seeds([mine[seed]["loss"] - others[seed]["loss"] for seed in seeds])
+        estimate = mean_over_seeds(by_seed)
     else:
         first, second = ([side[seed] for seed in seeds or side] for side in sides)
         if reason := why_not_paired(first, second, "the other side"):
@@ -398,12 +438,12 @@ def _effect(claim: Claim, length: int, ours: Sequence[Row], theirs: Sequence[Row
     p_holds = 0.5
     if estimate.stderr:
         p_holds = 1 - t_distribution(excess / estimate.stderr, estimate.df)
-    return Effect(length, estimate, unit, p_holds)
+    return Effect(length, estimate, unit, p_holds, by_seed)
 
 
 def _measured(quantity: str, row: Row) -> Row:
     """The row with the quantity in the place of the loss, and the hash of what it is about."""
-    if quantity == "longppl":  # the key tokens are the text
+    if quantity == LONGPPL:  # the key tokens are the text
         return with_facts(row, {"text": row.get("key_text")})
     if quantity not in ACCURACIES:
         return row
@@ -425,6 +465,7 @@ def table_of(verdicts: Sequence[Verdict], source: str) -> Table:
     settings = iter(labels_of(examples, GROUP, (), names=names))
     head = ("claim", "on", "verdict", "effect", "95 %", "p", "sample", "would decide")
     body, notes = [], []
+    tests = sum(one.effect is not None for one in verdicts)
     for one in verdicts:
         line = [one.claim.text, next(settings) if one.example else "", one.word]
         if one.claim.source:
@@ -446,18 +487,26 @@ def table_of(verdicts: Sequence[Verdict], source: str) -> Table:
                 effect.append(f"{difference * (bits if quantity != 'loss' else 1):+.4f}")
         if unit != "seeds":
             line[2] += "*"
+        if quantity in ACCURACIES:
+            notes.append(ACCURACIES[quantity].name)
+        if quantity == LONGPPL and example["tokens"] < FEW_KEYS:
+            notes.append(f"few key tokens: {example['tokens']}")
         if unit == "windows" and estimate.n < FEW:
             notes.append(f"{estimate.n} windows are few: p is too small if neighbours correlate")
+        would_decide = [f"{one.needed:,} {one.effect.decides[1]}"] if one.needed else []
+        if len(one.effect.by_seed) == 2 and math.prod(one.effect.by_seed) < 0:
+            would_decide.append("seeds disagree in sign")
         line += [
             f"{effect[0]} at {one.effect.length}",
             " to ".join(effect[1:]),
             f"{one.p:.3f}" if one.p >= 0.001 else "<0.001",
             f"{estimate.n:,} {unit}",
-            f"{one.needed:,} {unit}" if one.needed else "",
+            "; ".join(would_decide),
         ]
         body.append(line)
     notes += [
-        f"p: two-sided, with Holm's correction for all lines; below {ALPHA:g} one is decided",
+        f"p: two-sided, with Holm's correction for {tests} comparisons; below {ALPHA:g} one is"
+        " decided",
         "effect: first minus second at the length that decides; the interval is not corrected",
         "would decide: a sample that decides with a power of 80 %, were the effect the one seen",
         f"* fewer than {SEEDS} common seeds: about these weights on this text, not the encodings",

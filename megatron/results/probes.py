@@ -110,8 +110,8 @@ def axis_of(probe: str) -> str:
 
 
 def tables_of_probes(rows: Sequence[ProbeRow]) -> list[Table]:
-    """For one model: the accuracy of each task by place and length, its receptive field, and its
-    attention by distance at the longest length. Only what was measured has a table."""
+    """For one model: the token accuracy of each task by place and length, its receptive field, and
+    its attention by distance at the longest length. Only what was measured has a table."""
     of_probe: dict[str, list[ProbeRow]] = {}
     for row in rows:
         if not row.get("reason"):
@@ -141,7 +141,8 @@ def tables_of_probes(rows: Sequence[ProbeRow]) -> list[Table]:
         for place, by_length in sorted(cells.items()):
             line = [by_length.get(length, "") for length in lengths]
             body.append([f"{place:g}", *line])
-        tables.append(Table(head, body, title=f"{task}: accuracy, (guess rate), gain in nats"))
+        title = f"{task}: token accuracy, (guess rate), gain in nats"
+        tables.append(Table(head, body, title=title))
     if fields := of_probe.get("receptive_field"):
         body = [[str(row["length"]), str(row.get("reach"))] for row in fields]
         title = "receptive_field: tokens that hold 99 % of the gradient"

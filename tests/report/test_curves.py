@@ -115,7 +115,9 @@ def test_a_heatmap_has_a_panel_for_each_task_with_the_mean_and_the_spread_of_eve
     found += answers("none", {512: 0.6, 1024: 0.5}, corpus="task:parity")
     plot_results(found, tmp_path / "map.svg", over_seeds=True)
     shown = words(tmp_path / "map.svg")
-    assert {"Accuracy beyond the training length", "copy", "parity (guessing: 50 %)"} <= {*shown}
+    assert {"Token accuracy beyond the training length", "copy", "parity (guessing: 50 %)"} <= {
+        *shown
+    }
     assert any("mean ± standard deviation over seeds" in text for text in shown)
     cells = [text for text in shown if re.fullmatch(r"n/a|±?\d{1,4}\*?", text)]
     copying = ["100", "±0", "45", "±7", "97", "n/a", "0"]

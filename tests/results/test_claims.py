@@ -148,12 +148,21 @@ def test_a_bare_name_means_the_default_options():
         ("c < b, loss at 512", "c at 512: too long"),
         ("d < b, loss at 512", "share no corpus, protocol"),
         ("two < b, loss at 512", "several kinds of rows"),
+        ("a < b, loss at 512 (stdlip)", "a: no row with stdlip - did you mean stdlib?"),
+        ("a < b, loss from 2 L to 512", "a: no row with length 2 L to 512"),
+        ("e < b, loss at 512", "the encoding: windows_per_step 8, not 16; parent_model t5 step 9"),
+        ("e < b, loss at 512 (windows_per_step 8)", "b: no row with windows_per_step 8"),
+        ("a (dtype float32) < e (windows_per_step 8), loss at 512", "parent_model none, not t5"),
+        ("a < f, loss at 512", "more than the encoding: dtype float32, not bfloat16 - measure"),
     ],
 )
 def test_missing_rows_are_named_and_no_fault(text, reason):
     found = seeds("a", {512: [3, 3, 3]}) + seeds("b", {512: [3, 3, 3]})
     (refused,) = rows("c", {512: None}, reason="too long", text="ab12")
     found += [refused, *seeds("d", {512: [3, 3, 3]}, step=7)]
+    found += seeds("e", {512: [3, 3, 3]}, windows_per_step=8, parent_model="t5 step 9")
+    found += seeds("f", {512: [3, 3, 3]}, dtype="bfloat16")
+    found = [{"windows_per_step": 16, "dtype": "float32"} | one for one in found]
     for base in (7, 8):
         found += seeds("two", {512: [3.0]}, pos_emb_args={"base": base})
     verdict = only(text, found)
@@ -168,6 +177,27 @@ def test_one_seed_is_about_these_weights():
     verdict = only("a < b, loss at L", found)
     assert (verdict.word, verdict.effect.unit) == ("holds", "windows")
     assert "holds*" in table_of([verdict], "").text()
+
+
+def test_a_condition_makes_a_difference_the_claim():
+    found = seeds("a", {512: [3, 3.1, 3.2]}, parent_model="t5 step 9", step=7)
+    found += seeds("b", {512: [4, 4.101, 4.202]})
+    assert only("a (step 7, parent_model t5 step 9) < b, loss at L", found).word == "holds"
+
+
+def test_two_seeds_name_the_seeds_that_would_decide_and_whether_they_disagree():
+    generator = np.random.default_rng(8)
+    found = [row("b", np.full(64, 3.0), seed) for seed in (1, 2)]
+    for seed, difference in ((1, 0.12), (2, 0.04)):
+        losses = 3 + difference + generator.standard_normal(64)
+        found.append(row("a", losses - losses.mean() + 3 + difference, seed))
+    verdict = only("a > b, loss at L", found)
+    assert (verdict.word, verdict.effect.unit) == ("undecided", "windows")
+    *_, decides = table_of([verdict], "").body[0]
+    # Cohen's d of the two differences is 0.08 / 0.0566 = 1.41: G*Power, power of 0.8
+    assert decides == "7 seeds"
+    found[-1]["loss"] = 2.9
+    assert table_of([only("a > b, loss at L", found)], "").body[0][-1].endswith("disagree in sign")
 
 
 def test_a_change_is_paired_block_by_block_of_the_same_text():
@@ -218,7 +248,7 @@ def test_longppl_compares_the_same_key_tokens():
     assert only("a < b, longppl at L", found).word == "holds"
     assert only("a < b, perplexity at L", found).reason == "a: no row with perplexity"
     found[0]["key_text"] = "own"
-    assert "scored on other text" in only("a < b, longppl at L", found).reason
+    assert "its key tokens are not those of the" in only("a < b, longppl at L", found).reason
 
 
 # --- Rates ---
