@@ -208,7 +208,8 @@ def with_parent(config: Config) -> Config:
         raise UserError("load: not given; finetune starts from the checkpoint in this folder")
     parent = None
     if load is not None and (not finetune or _is_one_folder(config)):
-        parent = recorded_parent(Path(load))
+        # One that has begun in another folder keeps its parent, also if `load` is gone.
+        parent = (save and recorded_parent(Path(save))) or recorded_parent(Path(load))
         if parent is None and finetune:
             raise UserError(
                 f"finetune: load and save are both {load}, which holds no fine-tuned checkpoint -"

@@ -6,6 +6,7 @@ import math
 import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,9 @@ def train(config: Config, grid: Grid) -> Path | None:
             config = with_epochs(config, parts["train"], grid.data_ranks)
         start = starting_point(config, facts, grid)
         config = with_schedule(config, start)
+        if start.has_begun:  # no_load_optim was for the first start
+            keys = config.checkpoint.model_copy(update={"no_load_optim": False})
+            config = replace(config, checkpoint=keys)
         training, logs_as, vocab = config.training, config.logging, facts["vocab"]
         steps, length = training.train_iters, config.model.seq_length
         if config.checkpoint.parent.path is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.checkpoints.manifest import WEIGHTS, Damaged, engine_files, faults_of, note_opened
 from megatron.checkpoints.read import READ_BY_EVALUATION, read_meta
-from megatron.checkpoints.saved import checkpoint_to_continue, latest_step
+from megatron.checkpoints.saved import checkpoint_to_continue, chosen, latest_step
 from megatron.config import Config
 from megatron.config.schema import Model, Optimizer
 from megatron.errors import UserError
@@ -66,11 +66,13 @@ class Start:
     """Where a run starts.
 
     before: the checkpoint that it continues, or None for a new run
+    has_begun: whether that is its own, though `load` names another folder's
     parent: whose weights a new run takes, or None if it has first values of its own
     """
 
     before: Saved | None = None
     parent: Saved | None = None
+    has_begun: bool = False
 
     @property
     def record(self) -> dict[str, Any]:
@@ -116,11 +118,14 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
     or does not fit.
     """
     keys = config.checkpoint
-    path = checkpoint_to_continue(config)
     existing = latest_step(Path(keys.save)) if keys.save else None
+    has_begun = existing is not None and _began_so(config, chosen(str(keys.save)))
+    path = chosen(str(keys.save)) if has_begun else checkpoint_to_continue(config)
     continues_it = path is not None and path.parent.resolve() == Path(keys.save or "").resolve()
     if existing is not None and not continues_it:
         of_another = " of another configuration than this fine-tuning" if keys.finetune else ""
+        if keys.load is not None and not keys.finetune:
+            of_another = " of another configuration or load than this"
         raise UserError(
             f"save: {keys.save} holds a checkpoint of step {existing} already{of_another} -"
             f" set load: {keys.save} to continue it, or save elsewhere"
@@ -208,7 +213,22 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
             " - finetune=true starts a new run from its weights, no_load_optim=true goes on with a"
             " fresh optimizer"
         )
-    return Start(before=saved)
+    return Start(before=saved, has_begun=has_begun)
+
+
+def _began_so(config: Config, path: Path) -> bool:
+    """Whether a checkpoint is of a run that began with this configuration from another folder."""
+    keys = config.checkpoint
+    if keys.load is None or keys.finetune:
+        return False
+    trained, record = read_meta(path)
+    load, began_from = Path(keys.load).resolve(), Path(trained.checkpoint.load or "").resolve()
+    goes_back = path.parent.resolve() in (load, load.parent)
+    if load != began_from or trained.checkpoint.finetune or goes_back:
+        return False
+    if keys.use_checkpoint_lr_scheduler:
+        config = with_schedule(config, Start(Saved(path, trained, record)))
+    return record["config_hash"] in config.hashes
 
 
 def _state_of(optimizer: Optimizer) -> str:
@@ -243,7 +263,7 @@ def with_schedule(config: Config, start: Start) -> Config:
     shall be stretched is asked, because each choice is a different experiment.
     """
     steps, optimizer = config.training.train_iters, config.optimizer
-    if start.before is None or start.step >= steps:
+    if start.before is None:
         return config
     there = start.before.config.optimizer
     if config.checkpoint.use_checkpoint_lr_scheduler:
@@ -251,6 +271,8 @@ def with_schedule(config: Config, start: Start) -> Config:
         update: dict[str, Any] = {key: getattr(there, key) for key in SCHEDULE}
         update["optimizer"] = optimizer.optimizer.model_copy(update={"params": rate})
         return replace(config, optimizer=optimizer.model_copy(update=update))
+    if start.step >= steps:
+        return config
     now, then = optimizer.lr_decay_iters, there.lr_decay_iters
     is_meant = "lr_decay_iters" in config.given or config.checkpoint.override_lr_scheduler
     # A decay branches from the stable part, or that becomes longer: the rate makes no jump.

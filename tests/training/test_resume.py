@@ -180,6 +180,33 @@ def test_a_decay_branches_from_a_stable_run_and_has_its_losses_up_to_the_decay(
         train(settings(corpus, branch, *wsd, "train_iters=9", "lr_wsd_decay_iters=1"), grid)
 
 
+SCHEDULE_OF_PARENT = "use_checkpoint_lr_scheduler=true override_lr_scheduler=false"
+
+
+@pytest.mark.parametrize("how", ["", "no_load_optim=true", SCHEDULE_OF_PARENT])
+def test_the_same_command_goes_on_with_a_branch_after_a_kill_also_without_its_parent(
+    grid, corpus, trained, tmp_path, how
+):
+    parent = copy_of(trained, tmp_path)
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    words = [f"load={parent}", "train_iters=9", "lr_decay_iters=9", "optimizer.params.lr=2e-3"]
+    words += how.split()
+    train(settings(corpus, straight, *words), grid)
+    config = settings(corpus, broken, *words, "exit_interval=6")
+    train(config, grid)
+    for other in ("seed=7", f"load={straight / 'global_step9'}"):
+        with pytest.raises(UserError, match="step 6 already of another configuration or load than"):
+            train(settings(corpus, broken, *words, other), grid)
+    shutil.rmtree(parent)
+    for _ in range(2):  # the second time nothing is left
+        train(settings(corpus, broken, *words), grid)
+    first, second = records(straight), records(broken)
+    assert [first[step]["loss"] for step in first] == [second[step]["loss"] for step in first]
+    weights = load_file(broken / "global_step9" / "model.safetensors")
+    for name, tensor in load_file(straight / "global_step9" / "model.safetensors").items():
+        assert torch.equal(weights[name], tensor), name
+
+
 def test_the_checkpoints_schedule_is_kept_if_that_is_said():
     given = ["use_checkpoint_lr_scheduler=true", "optimizer.params.lr=0.9", "warmup=0.5"]
     config = continued(scheduled(*given, "weight_decay=0.3", "lr_decay_style=linear"), 4)
