@@ -4,7 +4,7 @@ import difflib
 import errno
 import re
 import traceback
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 SPACE = "free some space, or choose another disk"
@@ -80,6 +80,28 @@ def visible(text: str) -> str:
     return CONTROL.sub(
         lambda match: match[0] if match[0] in "\n\t" else ascii(match[0])[1:-1], text
     )
+
+
+def texts_in(value: object) -> Iterator[str]:
+    """All texts of nested lists and mappings, with their keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from texts_in([*value.keys(), *value.values()])
+    elif isinstance(value, Sequence):
+        for part in value:
+            yield from texts_in(part)
+
+
+def control_fault(value: object) -> str | None:
+    """The fault of nested values of which a text has a control character: no row takes it."""
+    for text in texts_in(value):
+        if CONTROL.search(text):
+            return (
+                f"{ascii(text)[:80]} has a control character, with which no row of results can be"
+                " read - leave it out"
+            )
+    return None
 
 
 def closest(name: str, names: Iterable[str]) -> str | None:

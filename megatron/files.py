@@ -162,14 +162,19 @@ def read_small(path: Path, most: int) -> bytes:
     Raises OSError if it cannot be read, is a pipe or a device, which may never end, or has more
     than `most` bytes.
     """
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    check_regular(path)
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
         raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
     return content
+
+
+def check_regular(path: Path) -> None:
+    """Raises OSError for a pipe or a device, which may never end, and for a folder."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
 
 
 def sync(path: Path) -> None:

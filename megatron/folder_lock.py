@@ -15,11 +15,11 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from megatron.errors import UserError, cannot_write
-from megatron.files import remove_stale_temp_files, stream
+from megatron.files import read_small, remove_stale_temp_files, stream
 
 logger = logging.getLogger(__name__)
 
-LONGEST = 200  # characters that say who owns something
+LONGEST = 1000  # bytes that say who owns something
 
 
 def owned_folder(folder: Path, key: str) -> AbstractContextManager[None]:
@@ -80,6 +80,6 @@ def _owned(path: Path, file: Path, key: str) -> Iterator[None]:
 
 def _owner_in(file: Path) -> str:
     """The text of the owner in a lock; empty if there is none, or if it cannot be read."""
-    with suppress(OSError), file.open(encoding="utf-8", errors="replace") as text:
-        return text.read(LONGEST).strip()
+    with suppress(OSError):
+        return read_small(file, LONGEST).decode(errors="replace").strip()
     return ""

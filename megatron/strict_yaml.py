@@ -17,6 +17,11 @@ PLAIN = ("null", "bool", "int", "float", "str", "seq")
 class Loader(yaml.SafeLoader):
     """Plain values alone, 6e-4 is a number, and no key of a mapping has two values."""
 
+    def construct_scalar(self, node: yaml.ScalarNode) -> str:
+        """A text in which the two escapes that JSON writes for an emoji are one character."""
+        text = super().construct_scalar(node)
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+
     def mapping(self, node: yaml.MappingNode) -> dict[str, Any]:
         """A mapping with `_` for the `-` of its keys; its own keys win over those of `<<`."""
         own = [pair for pair in node.value if pair[0].tag != f"{TAG}merge"]

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,8 @@ from megatron.data.tokens import read_card
 from megatron.entry import _Visible
 from megatron.errors import UserError, visible
 from megatron.evaluation.loaded_run import loaded_run
+from megatron.interop.reference import load_plain
+from megatron.positions import load_file
 from megatron.report.page import model_beside
 from megatron.results.files import read_results
 from tests.checkpoints import make_checkpoint
@@ -79,6 +82,15 @@ def test_latest_may_be_a_pipe(step):
     os.mkfifo(step.parent / "latest")
     assert pointed(step.parent) == (5, "cannot be read (it is no regular file)")
     assert chosen(step.parent) == step
+
+
+def test_a_layer_file_and_a_users_file_may_be_pipes(tmp_path):
+    for read in (load_plain, load_file):
+        for place in (tmp_path / "pipe", Path("/dev/zero")):
+            if not place.exists():
+                os.mkfifo(place)
+            with pytest.raises(UserError, match="it is no regular file"):
+                read(place)
 
 
 def test_links_in_checkpoints_reach_no_other_run(step, tmp_path):

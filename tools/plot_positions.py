@@ -24,6 +24,7 @@ from megatron.checkpoints.read import load_for_evaluation
 from megatron.cli_errors import command_parser, guarded
 from megatron.config.yaml_files import read_overrides
 from megatron.errors import UserError
+from megatron.evaluation.options import number
 from megatron.positions import REGISTRY, DistanceBias, Position, Shape, build, load_file, options_of
 from megatron.positions.layers import name_of_layers
 from megatron.report.curves import write
@@ -50,11 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--from", dest="file", metavar="FILE", help=own)
     option = "an option of the encoding, as in pos_emb_args; may be repeated"
     add("--option", action="append", default=[], metavar="KEY=VALUE", help=option)
-    add("--heads", type=int, default=12)
-    add("--head_dim", type=int, default=64)
+    size = number(1, 1024)
+    add("--heads", type=size, default=12)
+    add("--head_dim", type=size, default=64)
     train_length = "seq_length of the model"
-    add("--train_length", type=int, default=512, metavar="L", help=train_length)
-    add("--length", type=int, default=16384, metavar="L", help="distances to draw")
+    add("--train_length", type=number(1, 2**20), default=512, metavar="L", help=train_length)
+    add("--length", type=number(2, 2**20), default=16384, metavar="L", help="distances to draw")
     checkpoints = "folders of runs or of single checkpoints"
     add("--checkpoint", nargs="+", default=[], metavar="DIR", help=checkpoints)
     figures = ["shape", "derivative", "effective_length", "training"]
@@ -64,8 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = "default: plots, or plots in the run's folder"
     add("-o", "--output", type=Path, metavar="DIR", help=folder)
     given = parser.parse_args(argv)
-    if min(given.heads, given.head_dim, given.train_length) < 1 or given.length < 2:
-        parser.error("--heads, --head_dim and --train_length are at least 1, --length at least 2")
     if given.checkpoint and given.names:
         parser.error("a checkpoint knows its encoding: give names or --checkpoint, not both")
     if given.output and given.output.suffix in PICTURES:

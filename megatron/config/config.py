@@ -28,7 +28,7 @@ from megatron.config.schema import (
     plain,
 )
 from megatron.files import write_text
-from megatron.positions import fingerprint, options_of, syntax_fingerprint
+from megatron.positions import NAMES_IN_FILES, fingerprint, options_of, syntax_fingerprint
 from megatron.positions.layers import Entry, entries_of
 
 COPY = "pos_emb_file.py"  # the user's own encoding, beside the configuration of a checkpoint
@@ -94,7 +94,8 @@ class Config:
 
     @property
     def hashes(self) -> list[str]:
-        """The hash, and that of earlier versions, where comments in pos_emb_file counted."""
+        """The hash, and those of earlier versions, where comments in pos_emb_file counted, and the
+        file also where no encoding of it is used."""
         shaping = {}
         for key in all_keys():
             value = plain(self[key.name])
@@ -107,13 +108,16 @@ class Config:
         if not shaping["pos_emb_layers"]:
             del shaping["pos_emb_layers"]
         not_empty = {key: value for key, value in shaping.items() if value != {}}
-        hashes = []
-        for digest_of in (syntax_fingerprint, fingerprint):
-            if self.pos_emb_code is not None:  # the text counts, not where the file is
+        not_empty.pop("pos_emb_file", None)
+        texts = [json.dumps(_canonical(not_empty), sort_keys=True)]
+        if self.pos_emb_code is not None:  # the text counts, not where the file is
+            names = NAMES_IN_FILES.get(syntax_fingerprint(self.pos_emb_code))
+            if names is None or any(json.dumps(name) in texts[0] for name in names):
+                texts.clear()
+            for digest_of in (syntax_fingerprint, fingerprint):
                 not_empty["pos_emb_file"] = digest_of(self.pos_emb_code)
-            text = json.dumps(_canonical(not_empty), sort_keys=True)
-            hashes.append(fingerprint(text)[:12])
-        return hashes
+                texts.append(json.dumps(_canonical(not_empty), sort_keys=True))
+        return [fingerprint(text)[:12] for text in texts]
 
     def model_keys(self) -> dict[str, Any]:
         """The keys that make two models the same: model and position, without default options."""

@@ -20,16 +20,22 @@ from megatron.config.messages import (
 )
 from megatron.config.schema import KEYS, SECTIONS, Position, Section, all_keys, default_of
 from megatron.config.yaml_files import Nested, find_file, merge, read_file, read_overrides
-from megatron.errors import UserError
+from megatron.errors import UserError, control_fault
 from megatron.files import read_small
-from megatron.positions import FILES, REGISTRY, load_file, options_of, syntax_fingerprint
+from megatron.positions import (
+    FILES,
+    LARGEST_USER_FILE,
+    REGISTRY,
+    load_file,
+    options_of,
+    syntax_fingerprint,
+)
 from megatron.splits import TASK_PREFIX
 
 COMMAND_LINE = "command line"
 DATA_PATHS = ("data_path", *CORPORA)
 USER_FILE = "pos_emb_file"
 SETTINGS = {*AFTER_MERGE, *(key.name for key in all_keys())}
-LARGEST_USER_FILE = 1 << 24  # bytes
 INSTEAD = {
     "pos_emb_layers": ("pos_emb", "pos_emb_args"),
     "window_layers": ("window",),
@@ -98,6 +104,9 @@ def load(
         report.no_effect("split", "corpora of train_data_paths are whole")
     if str(merged.get("data_path")).startswith(TASK_PREFIX) and "split" in chosen:
         report.no_effect("split", "a task holds out problems itself")
+    for key, value in merged.items():
+        if fault := control_fault(value):
+            report.fault(f"{key}: {fault}")
     sections = _sections(merged, report)
     if code is None and merged.get(USER_FILE) and not is_registered:
         # The user's file has a fault, which is reported. What it would register is unknown.

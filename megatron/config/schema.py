@@ -224,8 +224,8 @@ class Position(Section):
     its own, as in DAPE."""
     pos_emb_file: str | None = None
     """A Python file of yours that registers encodings (docs/add_an_encoding.md). It is run, as
-    by an import. Its code, without comments, counts for the hash, and every checkpoint keeps a
-    copy, which is run only if you name it."""
+    by an import. Its code, without comments, counts for the hash of a run that uses an encoding of
+    it, and every checkpoint keeps a copy, which is run only if you name it."""
 
 
 class Attention(Section):

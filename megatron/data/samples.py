@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
-from megatron.files import folder_beside, sync
+from megatron.files import check_regular, folder_beside, sync
 from megatron.splits import PARTS, parse_split, plain_sum
 
 log = logging.getLogger(__name__)
@@ -242,6 +242,8 @@ def _load(folder: Path, plan: Plan) -> IndexMaps | None:
         return None
     try:
         files = [folder / f"{name}.npy" for name in IndexMaps._fields]
+        for file in files:
+            check_regular(file)
         maps = IndexMaps(*(np.load(file, mmap_mode="r", allow_pickle=False) for file in files))
         count = len(plan.documents) * plan.epochs
         expected = [(count,), (count,), (plan.samples,)]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron.config import Config
 from megatron.errors import UserError
+from megatron.files import check_regular
 from megatron.model import GPT, Architecture, from_config, position_from_config
 from megatron.positions import Position
 
@@ -172,6 +173,7 @@ def read_ranks(folder: Path) -> dict[int, list[Tensors]]:
 def load_plain(path: Path) -> Any:
     """The content of a file of torch.save, on the CPU; UserError if it is more than tensors."""
     try:
+        check_regular(path)
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as fault:  # torch.load raises a kind of its own for each damage
         reason = str(fault).partition("\n")[0] or repr(fault)

@@ -9,6 +9,8 @@ from megatron.positions.precision import at_least_float32, within, without_autoc
 from megatron.positions.registry import (
     ALIASES,
     FILES,
+    LARGEST_USER_FILE,
+    NAMES_IN_FILES,
     REGISTRY,
     build,
     fingerprint,
@@ -25,6 +27,8 @@ for _module in pkgutil.iter_modules(__path__):
 __all__ = [
     "ALIASES",
     "FILES",
+    "LARGEST_USER_FILE",
+    "NAMES_IN_FILES",
     "REGISTRY",
     "DistanceBias",
     "Mixture",

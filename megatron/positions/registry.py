@@ -1,9 +1,11 @@
 """Every encoding by its name in the YAML key `pos_emb`, and how one is built from its options."""
 
 import ast
+import errno
 import hashlib
 import inspect
 import math
+import os
 import re
 import sys
 import types
@@ -25,6 +27,11 @@ LEAST, MOST = 1e-12, 1e12  # what `positive` takes
 
 FILES: dict[str, str] = {}
 """The users' own files that were loaded: path by fingerprint of the code."""
+
+NAMES_IN_FILES: dict[str, set[str]] = {}
+"""What each of them registers, by fingerprint of the code."""
+
+LARGEST_USER_FILE = 1 << 24  # bytes
 
 RETURNED = {
     "on_embeddings": 1,
@@ -72,7 +79,13 @@ def load_file(path: str | Path) -> str:
     """
     path = str(path)
     try:
-        text = Path(path).read_bytes().decode("utf-8")
+        if os.path.exists(path) and not os.path.isfile(path):  # a pipe or a device may never end
+            raise OSError(errno.EINVAL, "it is no regular file")
+        with open(path, "rb") as file:
+            content = file.read(LARGEST_USER_FILE + 1)
+        if len(content) > LARGEST_USER_FILE:
+            raise OSError(errno.EFBIG, f"it has more than {LARGEST_USER_FILE:,} bytes")
+        text = content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as fault:
         reason = getattr(fault, "strerror", None) or "it is not text"
         raise UserError(
@@ -122,6 +135,9 @@ def load_file(path: str | Path) -> str:
             if method.__module__ == module.__name__:
                 setattr(encoding, hook, _checked(method, RETURNED[hook]))
     FILES[digest] = path
+    NAMES_IN_FILES[digest] = (
+        (REGISTRY.keys() | ALIASES.keys()) - before[0].keys() - before[1].keys()
+    )
     return text
 
 

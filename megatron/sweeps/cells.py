@@ -5,10 +5,11 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import os
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Self, cast
@@ -25,25 +26,35 @@ from pydantic import (
 
 from megatron.checkpoints.manifest import read_record
 from megatron.checkpoints.saved import find, latest_step, with_parent
-from megatron.config import Config, load
+from megatron.config import Config, load, messages
 from megatron.config.schema import KEYS, SECTIONS
 from megatron.config.yaml_files import find_file, read_file
 from megatron.data.parts import open_parts
 from megatron.data.tasks import TaskText
-from megatron.errors import UserError
+from megatron.errors import UserError, control_fault, did_you_mean, visible
 from megatron.evaluation.evaluate_checkpoint import check_options
-from megatron.evaluation.options import options_of_words
-from megatron.files import ROOT
+from megatron.evaluation.options import Options, options_of_words
+from megatron.files import ROOT, read_small
 from megatron.positions import fingerprint
 from megatron.results.files import existing_results, training_log, write_lines
 from megatron.results.row import Row, measurement_of
 
 SHIPPED = ROOT / "configs" / "sweeps"
+LONGEST_FAILURE = 1_000_000  # bytes of failure.txt
+MOST_CELLS = 10_000  # of a grid
 LONGEST_NAME = 200  # characters of a cell's folder; most disks take 255
 # Options of evaluate.py in a sweep, which gives checkpoint, step and output itself.
 OPTIONS = ("protocol", "lengths", "windows", "start", "tail", "stride", "dtype")
 OPTIONS += ("keep_losses", "sinks", "clip_distance", "method", "two_by_two")
 OPTIONS += ("judge", "alpha", "beta", "trunc_len", "sliding_window")
+FORMS = {
+    "base": "[configs/125M.yml], a list of files",
+    "settings": "{train_iters: 1000}, keys of the configuration",
+    "grid": "{pos_emb: [alibi, rotary], seed: [1, 2]}, axes with their values",
+    "exclude": "[{pos_emb: alibi, seed: 2}], a list of cells",
+    "evaluate": "{equal: {protocol: equal_tokens}}, with labels of letters, digits and _ . + -",
+}
+"""Every key of a sweep file, with an example."""
 Values = dict[str, Any]  # a point of the grid: {axis: value}
 Label = Annotated[str, StringConstraints(pattern=r"^[\w.+-]{1,100}$")]  # it names a file
 Axis = Annotated[list, Field(min_length=1)] | dict[str, Values | None]
@@ -71,18 +82,25 @@ class EvaluationRequest(BaseModel):
             if key in OPTIONS:
                 options_of_words(_words({key: value}))
             elif key not in KEYS:
-                shown = ascii(key)[1:-1][:80]
-                known = ", ".join([*OPTIONS, "only", "eval_tokens", "eval_part"])
-                fault = f"{shown}: no such option; use {known}"
+                names = [*OPTIONS, "only", "eval_tokens", "eval_part"]
+                hint = _hint(key, names, [*names, *KEYS])
+                fault = f"{messages.shortened(key)}: no such option; {hint}"
             else:
                 try:
                     SECTIONS[KEYS[key]].model_validate({key: value})
                 except ValidationError as error:  # the section may need other keys too
-                    wrong = [one["msg"] for one in error.errors() if one["type"] != "missing"]
-                    fault = f"{key}: {wrong[0]}" if wrong else None
+                    wrong = [
+                        line for _, kind, line in messages.lines(error, KEYS) if kind != "missing"
+                    ]
+                    fault = wrong[0] if wrong else None
             if fault is not None:
                 raise ValueError(fault)
         return self
+
+
+def _hint(name: str, usual: Iterable[str], names: Iterable[str]) -> str:
+    """`did you mean X? use A, B`: what may stand in place of a name that does not exist."""
+    return f"{did_you_mean(name, names)} use {', '.join(usual)}".strip()
 
 
 class SweepFile(BaseModel):
@@ -166,14 +184,34 @@ def load_sweep(
         parts = SweepFile.model_validate(read_file(file))
     except ValidationError as error:
         faults = [f"bad sweep ({path})"]
-        for one in error.errors():
-            place = ".".join(str(part) for part in one["loc"] if "[" not in str(part))
-            message = one["msg"].removeprefix("Value error, ")
-            faults.append(f"{ascii(place)[1:-1][:100]}: {message}")
+        for detail in error.errors():
+            key = str(detail["loc"][0])
+            place = messages.shortened(
+                ".".join(str(part) for part in detail["loc"] if "[" not in str(part))
+            )
+            value = messages.shortened(repr(detail["input"]))
+            match detail["type"]:
+                case "value_error":
+                    message = detail["msg"].removeprefix("Value error, ")
+                case "extra_forbidden":
+                    message = f"no such key; {_hint(key, FORMS, FORMS)}"
+                case "missing":
+                    message = f"not given - write {key}: {FORMS[key]}"
+                case _:
+                    message = f"cannot be {value} - write {key}: {FORMS[key]}"
+            faults.append(f"{place}: {message}")
         raise UserError("\n  ".join(dict.fromkeys(faults))) from None
     except ValueError as fault:
         raise UserError(f"sweep: {fault}") from None
 
+    if fault := control_fault([parts.grid, file.stem]):
+        raise UserError(f"{file}: grid: {fault}")
+    count = math.prod(map(len, parts.grid.values()))
+    if count > MOST_CELLS:
+        raise UserError(
+            f"{file}: grid: {count:,} cells, more than {MOST_CELLS:,} - divide it into several"
+            " files"
+        )
     # The first axis changes fastest: a sweep that is cut short is then whole in the first values
     # of the last axis, the seeds.
     slowest_first = [list(choices) for choices in reversed(parts.grid.values())]
@@ -224,6 +262,8 @@ def load_sweep(
 def _rules(several: Values) -> list[Values]:
     """A rule for each combination of values, where a list gives several values of an axis."""
     choices = [value if isinstance(value, list) else [value] for value in several.values()]
+    if math.prod(map(len, choices)) > MOST_CELLS:
+        raise UserError(f"sweep: a rule stands for more than {MOST_CELLS:,} cells - divide it")
     return [dict(zip(several, values, strict=True)) for values in itertools.product(*choices)]
 
 
@@ -318,6 +358,8 @@ def _words(options: Mapping[str, Any]) -> list[str]:
             words.append(f"{key}={json.dumps(value)}")
             continue
         option = "--" + key.replace("_", "-")
+        if value is False and isinstance(getattr(Options, key, None), bool):
+            continue
         several = value if isinstance(value, list) else [value]
         if value is True:
             several = []
@@ -368,7 +410,8 @@ def state_of(cell: Cell) -> State:
             if not missing:
                 return State("done", step)
         if failure.exists():
-            return State("failed", step, missing, failure.read_text(encoding="utf-8").strip())
+            note = read_small(failure, LONGEST_FAILURE).decode("utf-8", "backslashreplace")
+            return State("failed", step, missing, visible(note.strip()))
         kind = "stopped" if step else "waiting"
         kind = "trained" if is_trained else kind
         if (cell.folder / "lock").exists():  # else nobody has ever worked on it

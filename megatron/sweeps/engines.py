@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from megatron.errors import UserError, in_words, visible
 from megatron.parallel.grid import free_port
@@ -25,6 +26,7 @@ from megatron.sweeps.runner import SIGNALS, Runner
 
 ATTEMPTS = 3  # of a cell whose jobs end without a further checkpoint
 PATIENCE = 120.0  # seconds: NFS keeps the locks of a dead node for 90
+CONNECTION = 10.0  # seconds in which a cluster must answer
 PAUSE = 5.0  # seconds between two questions to Slurm, whose users share one controller
 TIME_LIMITS = 1000  # after which submitit no longer queues a job again
 
@@ -69,6 +71,7 @@ class Ray:
     def __init__(self, work: Work, options: dict[str, Any]) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         self.ray, self.work = importlib.import_module("ray"), work
+        _check_answers(os.environ.get("RAY_ADDRESS", ""))
         self.ray.init(log_to_driver=False)
         if not options:
             device = "num_gpus" if "GPU" in self.ray.cluster_resources() else "num_cpus"
@@ -87,6 +90,19 @@ class Ray:
     def cancel(self, jobs: list[Any]) -> None:
         for job in jobs:
             self.ray.cancel(job)
+
+
+def _check_answers(address: str) -> None:
+    """Raises UserError if nothing listens at an address of Ray, which would try for minutes."""
+    try:
+        place = urlsplit(address if "://" in address else f"//{address}")
+        if place.hostname and place.port:  # `auto` and `local` have no port
+            socket.create_connection((place.hostname, place.port), timeout=CONNECTION).close()
+    except (OSError, ValueError) as fault:
+        raise UserError(
+            f"RAY_ADDRESS: no cluster answers at {address} ({in_words(fault)}) - start one there"
+            " (ray start --head), or unset RAY_ADDRESS to use this machine"
+        ) from None
 
 
 class Slurm:
@@ -140,6 +156,8 @@ def _explained(launcher: str) -> Iterator[None]:
     """A fault of the engine becomes one message."""
     try:
         yield
+    except UserError:
+        raise
     except ImportError as fault:
         package = LAUNCHERS[launcher][1]
         raise UserError(f"--launcher {launcher}: {fault} - pip install '{package}'") from None

@@ -26,6 +26,7 @@ from megatron.sweeps.cells import Cell, state_of
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A cluster may send them to all processes of a job; then a script ends well before its time.
 OF_CLUSTERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+LONGEST_END = 1_000_000  # bytes of a log in which the reason of a failure is looked for
 PAUSE = 0.1  # seconds between two looks at a process
 
 
@@ -121,6 +122,10 @@ class Runner:
         environment = {**os.environ, **place}
         if not self.starter:
             environment = environments(environment, 1, free_port())[0]
+        if log.is_symlink() or (log.exists() and not log.is_file()):
+            raise UserError(
+                f"{log}: is a link or no regular file, so nothing is written - remove it"
+            )
         with log.open("ab") as output:
             start = output.tell()
             # In a group of its own: what a terminal signals, it gets once, from here.
@@ -143,7 +148,10 @@ class Runner:
         status = process.returncode
         ended_by = -status if status < 0 else status - 128
         if status and not self.stopping and ended_by not in OF_CLUSTERS:
-            text = log.read_bytes()[start:].decode(errors="replace")
+            with log.open("rb") as written:
+                end = written.seek(0, os.SEEK_END)
+                written.seek(max(start, end - LONGEST_END))
+                text = written.read(LONGEST_END).decode(errors="replace")
             lines = [line.strip() for line in text.splitlines() if line.strip()]
             lines = [line for line in lines if not line.startswith(("srun: ", "slurmstepd"))]
             reason = visible(lines[-1]) if lines else f"{words[0]} ended with status {status}"

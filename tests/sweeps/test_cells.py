@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import replace
 
 import pytest
@@ -90,6 +91,16 @@ def test_axes_are_settings_files_or_settings_under_a_name(tmp_path):
     assert [cell.name for cell in some.cells] == ["alibi-wide-1", "t5-wide-1"]
 
 
+def test_an_emoji_and_an_option_that_is_off_are_plain_values(tmp_path):
+    text = TINY.replace("{", "{wandb_group: 😀, ", 1) + "grid: {seed: [1]}\n"
+    path = tmp_path / "mine.yml"
+    path.write_text(text + "evaluate: {a: {two_by_two: false}}\n")
+    (cell,) = load_sweep(path, tmp_path / "𠮷田").cells
+    assert cell.config["wandb_group"] == "😀"
+    assert cell.config["save"] == str(tmp_path / "𠮷田/1")
+    assert cell.evaluations[0].words == ()
+
+
 def test_a_shipped_sweep_has_one_name_with_either_dash(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("kerple-table3", "kerple_table3.yml", SHIPPED / "kerple-table3"):
@@ -151,9 +162,13 @@ def test_a_cell_is_worked_on_only_while_somebody_holds_its_lock(path, cell, tmp_
         assert done.stderr.splitlines() == missing
     checkpoint(cell, 5)
     assert shown() == "stopped at step 5 of 10"
-    (cell.folder / "failure.txt").write_text("no memory\n")
-    assert shown() == "failed at step 5 of 10: no memory"
-    (cell.folder / "failure.txt").unlink()
+    failure = cell.folder / "failure.txt"
+    failure.write_bytes(b"no memory\xff\x1b\n")
+    assert shown() == r"failed at step 5 of 10: no memory\xff\x1b"
+    failure.unlink()
+    os.mkfifo(failure)
+    assert shown() == f"damaged: [Errno 22] it is no regular file: '{failure}'"
+    failure.unlink()
     checkpoint(cell, 10)
     evaluated(cell, cell.evaluations[0])
     assert shown() == "trained, 1 of 2 evaluations are missing"
