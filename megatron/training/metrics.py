@@ -11,6 +11,7 @@ import os
 import re
 import resource
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -155,6 +156,7 @@ class Metrics:
         self.lost: Counter[str] = Counter()
         self.events: Any = None
         self.wandb: Any = None
+        self.hook_before = threading.excepthook
         if folder is not None:
             self.path = folder / "metrics.jsonl"
             try:
@@ -166,6 +168,7 @@ class Metrics:
         if settings.tensorboard_dir:
             place = f"tensorboard_dir: {settings.tensorboard_dir}"
             purge_step = resumed_at + 1 if resumed_at else None
+            threading.excepthook = self._end_of_thread
             try:
                 from torch.utils.tensorboard import SummaryWriter  # slow to import
 
@@ -235,6 +238,7 @@ class Metrics:
         if self.events is not None:
             with suppress(Exception):  # its disk is full, which was said
                 self.events.close()
+            threading.excepthook = self.hook_before
         if self.wandb is not None:
             import wandb
 
@@ -250,6 +254,11 @@ class Metrics:
                     wandb.teardown()  # else it is tried at the very end, with a traceback
         for place, count in self.lost.items():
             logger.warning(f"{place}: {count} record(s) were lost")
+
+    def _end_of_thread(self, ended: threading.ExceptHookArgs) -> None:
+        """Print no traceback of tensorboard's thread: its fault is raised at the next record."""
+        if not type(ended.thread).__module__.startswith("tensorboard."):
+            self.hook_before(ended)
 
     def _write_line(self, record: Numbers, learned: dict[str, Tensor]) -> None:
         """Append a whole line, also if the disk is full in the middle of one."""

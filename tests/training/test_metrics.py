@@ -2,6 +2,9 @@
 
 import math
 import os
+import resource
+import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -111,6 +114,25 @@ def test_a_place_that_cannot_be_written_is_refused_and_tensorboard_has_every_num
     values = {tag: events.Scalars(tag)[0].value for tag in events.Tags()["scalars"]}
     names = [f"position/slope/{statistic}" for statistic in ("mean", "min", "max")]
     assert values == {"train/loss": 1.5, **dict(zip(names, (2, 1, 3), strict=True))}
+
+
+def test_a_full_disk_under_tensorboard_is_a_warning_without_a_traceback(
+    tmp_path, caplog, monkeypatch
+):
+    tracebacks = []
+    monkeypatch.setattr(threading, "excepthook", tracebacks.append)
+    log = Metrics(None, Logging(tensorboard_dir=str(tmp_path)), {})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        deadline = time.monotonic() + 30
+        while not log.lost and time.monotonic() < deadline:
+            log.log(7, "train", {f"loss {number}": 1.5 for number in range(50)})
+        log.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "step 7 could not be written (File too large)" in caplog.text
+    assert not tracebacks
 
 
 # --- speed ----------------------------------------------------------------------------------------
