@@ -200,6 +200,13 @@ def test_the_commands_of_a_page_run_in_their_order(page, clone, forks):
         succeed(forks, clone, command, more)
 
 
+def test_the_rehearsal_of_texts_and_layers_that_are_shared_runs(clone, forks):
+    texts, layers = commands("parallel")[:2]
+    for command in (texts, layers):
+        output = succeed(forks, clone, command, [*MODEL, "num_attention_heads=4"])
+        assert "2 rank(s) on cpu" in output
+
+
 def test_the_questions_settings_and_its_two_nodes_are_understood(tmp_path):
     (settings,) = blocks("questions", "yaml")
     (tmp_path / "settings.yml").write_text(settings)
