@@ -103,7 +103,10 @@ class Alibi(Sloped):
 
 @register("gaussian")
 class Gaussian(Sloped):
-    """-s · d²; as a kernel, MEP's Gaussian exp(-s · d²) (arXiv 2403.17698), with ALiBi's slopes."""
+    """-s · d²; as a kernel, MEP's Gaussian exp(-s · d²) (arXiv 2403.17698), with ALiBi's slopes.
+
+    slope_factor, slopes, learned_slopes: as for alibi
+    """
 
     published = True
     claims = ("zero_at_0", "never_rises", "conditionally_positive_definite")
@@ -122,6 +125,8 @@ class Tanh(Sloped):
     They published slopes for 12 heads only. Other numbers of heads take 0.5148 times ALiBi's,
     about the ratio of the steeper published ones. With slopes s/2 it is the sigmoid kernel
     of slope s plus the constant log 2, because 1 + tanh(-x/2) = 2 / (1 + exp(x)).
+
+    slope_factor, slopes, learned_slopes: as for alibi
     """
 
     published = True

@@ -131,6 +131,8 @@ class MepFree(Mixture):
 
     The paper's mixture without parameters. At large distances it is -s·d/2 - log 3, which is ALiBi
     with half slopes: `alibi` with slope_factor 0.5 is the control.
+
+    kernels, weights: as for mep
     """
 
     reference_unused = ()
@@ -143,6 +145,8 @@ class MepParam(Mixture):
     """log of the mean of exp(-s·d²) and (1 + a·d)^-p, with ALiBi's slopes s and learned a and p.
 
     The parameterised mixture of the paper's first version.
+
+    kernels, weights: as for mep
     """
 
     reference_unused = ("weight",)  # T5's table: see Mixture
@@ -155,6 +159,8 @@ class MepParamT5(Mixture):
     """log of the mean of exp(-s·d²), exp(-s·d), exp(T5's bias) and (1 + a·d)^-p.
 
     The parameterised mixture of the released code, with ALiBi's slopes s and learned a, p and bias.
+
+    kernels, weights: as for mep
     """
 
     reference_unused = ()

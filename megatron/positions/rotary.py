@@ -40,9 +40,9 @@ class Rotary(Turning):
         factor for each feature, arXiv 2402.13753)
     factor: length of the texts, as a multiple of original_length
     original_length: the length before stretching, by default seq_length
-    beta_fast, beta_slow: for by_parts and yarn; features that turn more than beta_fast times within
-        original_length stay as they are, those with less than beta_slow turns are stretched fully,
-        the others in part
+    beta_fast, beta_slow: for by_parts and yarn; features with more than beta_fast turns within
+        original_length stay, those with fewer than beta_slow are stretched fully, the others in
+        part
     truncate: for by_parts and yarn; whether the ramp between them begins and ends at whole features
     attention_factor: multiplies queries and keys; for yarn, by default 0.1 ln(factor) + 1, for
         longrope, by default √(1 + ln(factor) / ln(original_length)), and for llama3 1
