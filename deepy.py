@@ -212,14 +212,12 @@ def hosts_of(config: Config) -> list[str]:
     Raises UserError if the hostfile does not exist or is not one.
     """
     hostfile = Path(str(config.launch.hostfile))
-    if not hostfile.is_file():
-        raise UserError(f"hostfile: {hostfile} does not exist; it has lines `host slots=8`")
     try:
         lines = read_small(hostfile, LARGEST_HOSTFILE).split(b"\n")
     except OSError as fault:
         raise UserError(
-            f"hostfile: {hostfile}: cannot be read ({fault.strerror}) - name a file with lines"
-            " `host slots=8`"
+            f"hostfile: {hostfile} does not exist or cannot be read ({fault.strerror}) - name a"
+            " file with lines `host slots=8`"
         ) from None
     devices: dict[str, list[int]] = {}
     line_of: dict[str, int] = {}
@@ -274,26 +272,21 @@ def check_reachable(hosts: Sequence[str], config: Config) -> None:
     question = ["hostname"] if config.launch.master_addr else ["hostname", "-I"]
     settings = ("BatchMode=yes", "PasswordAuthentication=no", f"ConnectTimeout={CONNECTION}")
     options = [word for setting in settings for word in ("-o", setting)]
-    try:
-        several = [
-            subprocess.Popen(
+    for host in hosts:
+        try:
+            done = subprocess.run(
                 ["ssh", *options, host, *question],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
+                capture_output=True,
                 text=True,
                 errors="replace",
             )
-            for host in hosts
-        ]
-    except OSError as fault:
-        raise UserError(
-            f"hostfile: ssh cannot be started ({fault.strerror}) - install it"
-        ) from None
-    faults = [process.communicate()[1].strip().splitlines() for process in several]
-    for host, process, lines in zip(hosts, several, faults, strict=True):
-        if process.returncode:
-            reason = lines[-1] if lines else f"status {process.returncode}"
+        except OSError as fault:
+            raise UserError(
+                f"hostfile: ssh cannot be started ({fault.strerror}) - install it"
+            ) from None
+        if done.returncode:
+            *_, reason = [f"status {done.returncode}", *done.stderr.strip().splitlines()]
             raise UserError(
                 f"hostfile: {host} does not answer `ssh {host} {' '.join(question)}` ({reason}) -"
                 " let ssh reach it without a password, or start on each machine with torchrun"
@@ -301,11 +294,7 @@ def check_reachable(hosts: Sequence[str], config: Config) -> None:
 
 
 def on_many_machines(script: Path, words: Sequence[str], config: Config) -> list[str]:
-    """The launcher that starts processes on the machines of a hostfile.
-
-    Raises UserError if the hostfile does not exist or is not one.
-    """
-    hosts_of(config)
+    """The launcher that starts processes on the machines of a hostfile."""
     given = {name: getattr(config.launch, name) for name in FOR_OTHER_MACHINES}
     options = [f"--{name}={value}" for name, value in given.items() if value is not None]
     runner = ["-u", "-m", "deepspeed.launcher.runner", *options, "--no_local_rank"]

@@ -71,7 +71,7 @@ class Ray:
     def __init__(self, work: Work, options: dict[str, Any]) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         self.ray, self.work = importlib.import_module("ray"), work
-        _check_answers(os.environ.get("RAY_ADDRESS", ""))
+        check_answers(os.environ.get("RAY_ADDRESS", ""))
         self.ray.init(log_to_driver=False)
         if not options:
             device = "num_gpus" if "GPU" in self.ray.cluster_resources() else "num_cpus"
@@ -92,7 +92,7 @@ class Ray:
             self.ray.cancel(job)
 
 
-def _check_answers(address: str) -> None:
+def check_answers(address: str) -> None:
     """Raises UserError if nothing listens at an address of Ray, which would try for minutes."""
     try:
         place = urlsplit(address if "://" in address else f"//{address}")

@@ -123,9 +123,7 @@ class Runner:
         if not self.starter:
             environment = environments(environment, 1, free_port())[0]
         if log.is_symlink() or (log.exists() and not log.is_file()):
-            raise UserError(
-                f"{log}: is a link or no regular file, so nothing is written - remove it"
-            )
+            raise UserError(f"{log}: is a link or no regular file - remove it")
         with log.open("ab") as output:
             start = output.tell()
             # In a group of its own: what a terminal signals, it gets once, from here.

@@ -15,8 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
+from megatron.errors import UserError
 from megatron.parallel.grid import free_port
 from megatron.sweeps.cells import Cell, load_sweep, state_of
+from megatron.sweeps.engines import check_answers
 from tests.support import ROOT, call, unlaunched
 from tests.sweeps.conftest import SWEEP
 
@@ -240,3 +242,6 @@ def test_a_launcher_that_cannot_start_is_one_message(tmp_path, corpus, monkeypat
         done = call("tools/sweep.py", "run", file, "--folder", tmp_path / "runs", *options)
         assert (done.returncode, done.stderr) == (1, f"{fault}\n")
     assert not (tmp_path / "runs").exists()
+    for address in ("127.0.0.1:1", "ray://127.0.0.1:1"):
+        with pytest.raises(UserError, match=f"RAY_ADDRESS: no cluster answers at {address} "):
+            check_answers(address)
