@@ -123,7 +123,10 @@ def other_differences(ours: Question, theirs: Question) -> dict[str, str]:
     """
     differences = {}
     for key in ("dtype", *OF_TRAINING, *axes_of([ours, theirs])):
-        first, second = (value_of(row, key) or FROM_SCRATCH.get(key) for row in (ours, theirs))
+        first, second = (
+            value_of(row, key) or FROM_SCRATCH.get(key) or (row.get("cell") or {}).get(key)
+            for row in (ours, theirs)
+        )
         if None not in (first, second) and first != second and key != ENCODING_AXIS:
             differences[key] = f"{key} {first}, not {second}"
     return differences

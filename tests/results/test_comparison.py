@@ -180,16 +180,17 @@ def test_what_is_no_pair_is_refused_with_the_reason():
 def test_differences_beside_the_encoding_are_named():
     fair = {"parent_model": "t5 step 9", "windows_per_step": 8, "dtype": "float32"}
     found = [row("a", texts(), **fair), row("b", texts() + 1, **fair)]
-    found[1] |= {"cell": {"encoding": "b", "optimizer": "muon"}, "windows_per_step": None}
+    found[1] |= {"cell": {"encoding": "b", "optimizer": "muon", "data": "stdlib"}}
+    found[1]["windows_per_step"] = None
     assert "more than the encoding" not in tables(against(found))
     found.append(row("c", texts() + 1, dtype="bfloat16", windows_per_step=16, trained_on="wiki 1"))
-    found[-1]["cell"] = {"encoding": "c", "optimizer": "adam"}
+    found[-1]["cell"] = {"encoding": "c", "optimizer": "adam", "data": "wiki"}
     text = tables(against(found, "b"))
     assert text.count("in more than the encoding") == 1
     assert (
         "c, dtype bfloat16: differs from b in more than the encoding: dtype bfloat16, not float32;"
         " trained_on wiki 1, not one corpus; parent_model none, not t5 step 9;"
-        " optimizer adam, not muon"
+        " optimizer adam, not muon; data wiki, not stdlib"
     ) in text
 
 
