@@ -31,10 +31,12 @@ def test_the_image_is_made_of_existing_files_and_leaves_out_what_git_ignores():
             assert (name if rule.startswith("/") else f"**/{name}") in ignored, rule
 
 
-def test_the_devcontainer_has_the_python_of_the_tests_and_installs_as_make_does():
+def test_devcontainer_and_workflow_have_the_python_of_the_tests_and_install_as_make_does():
     oldest = re.search(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
     assert oldest is not None
     assert f"-{oldest[1]}-" in DEVCONTAINER["image"]
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
+    assert f'python: ["{oldest[1]}", "3.13"]' in workflow
     assert shlex.split(DEVCONTAINER["postCreateCommand"]) == ["make", ".venv/installed"]
 
 

@@ -169,6 +169,8 @@ def syntax_fingerprint(text: str) -> str:
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             node.value.value = 0
+        if isinstance(node, ast.JoinedStr):  # Python 3.12 ends f"{x:>{y}}" with an empty text
+            node.values = [part for part in node.values if getattr(part, "value", 0) != ""]
     return fingerprint(NO_CODE.sub("", ast.dump(tree)))
 
 

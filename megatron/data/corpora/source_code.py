@@ -162,7 +162,7 @@ class Environment(Corpus):
     def __init__(self, name: str, packages: Mapping[str, Package]):
         super().__init__(name)
         self.packages = packages
-        faults, pins = [], []
+        faults = []
         for package, fixed in packages.items():
             try:
                 installed = public_version(package)
@@ -170,9 +170,8 @@ class Environment(Corpus):
                 installed = "nothing"
             if installed != fixed.version:
                 faults.append(f"{package} {fixed.version} is needed, {installed} is installed")
-                pins.append(f"{package}=={fixed.version}")
         if faults:
-            self._refuse("; ".join(faults), " ".join(pins))
+            self._refuse("; ".join(faults))
         of_train = [fixed for fixed in packages.values() if fixed.part == "train"]
         self.to_train_on = sum(fixed.documents for fixed in of_train)
 
@@ -185,8 +184,7 @@ class Environment(Corpus):
             if digest != fixed.sha256:
                 self._refuse(
                     f"the files of {package} {fixed.version} are not those of the recipe (sha256"
-                    f" {digest[:12]}, not {fixed.sha256[:12]}): another build, or changed files",
-                    f"--force-reinstall {package}=={fixed.version}",
+                    f" {digest[:12]}, not {fixed.sha256[:12]}): another build, or changed files"
                 )
         return files_of
 
@@ -203,10 +201,10 @@ class Environment(Corpus):
         """One entry for each package."""
         return [{"package": name} | fixed.model_dump() for name, fixed in self.packages.items()]
 
-    def _refuse(self, what: str, pins: str) -> None:
+    def _refuse(self, what: str) -> None:
         raise UserError(
-            f"{self.name}: {what} - install the versions of constraints.txt, as `make` does without"
-            f" CONSTRAINTS=, or these alone: pip install {pins}"
+            f"{self.name}: {what} - install with pip what is needed, or all of constraints.txt, as"
+            " `make` does without CONSTRAINTS="
         )
 
 
