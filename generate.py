@@ -94,6 +94,7 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
         **{name: numbers[name] for name in named},
         "dtype": arguments.dtype,
         **variant(model.attention),
+        **trained.begin_of_text,
     }
     is_one = len(prompts) == 1 and settings.samples == 1 and output is None
     rows: dict[tuple[int, int], dict[str, Any]] = {}

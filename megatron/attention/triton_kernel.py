@@ -21,6 +21,8 @@ from megatron.attention.triton_passes import (
 LARGEST_HEAD = 128
 MOST_PROGRAMS = 65535  # along the second dimension of CUDA's grid
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# An exported model carries this file too: a second operator of one name would end the first.
+LIBRARY = __name__.replace(".", "_")
 
 
 def triton_attention(
@@ -71,7 +73,7 @@ def refusal(q: Tensor, *, index_bias: bool = False, content_rank: int = 0) -> st
     return None
 
 
-@torch.library.custom_op("megatron::attention", mutates_args=())
+@torch.library.custom_op(f"{LIBRARY}::attention", mutates_args=())
 def attention_op(
     q: Tensor,
     k: Tensor,
@@ -93,7 +95,7 @@ def _(q, k, v, bias, weight, segments, window, chunk, u=None, w=None):
     return empty_by_length(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op("megatron::attention_backward", mutates_args=())
+@torch.library.custom_op(f"{LIBRARY}::attention_backward", mutates_args=())
 def attention_backward_op(
     dout: Tensor,
     q: Tensor,

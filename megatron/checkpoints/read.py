@@ -82,7 +82,9 @@ def load_model(
             weights = load_file(file)
         except (OSError, SafetensorError) as fault:
             raise Damaged([f"{file}: cannot be read ({fault})"]) from None
-    model = from_config(config, vocab, (record.get("tokenizer") or {}).get("eod"))
+    tokenizer = record.get("tokenizer") or {}
+    model = from_config(config, vocab, tokenizer.get("eod"))
+    model.begin_of_text = tokenizer.get("bos")
     for name, weight in weights.items():
         if weight.dtype != torch.float32:  # torch would convert it without a word
             kind = str(weight.dtype).removeprefix("torch.")

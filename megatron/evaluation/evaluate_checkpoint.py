@@ -157,7 +157,8 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
         for output, tokens, attention, protocol, by_length in jobs:
             model.use_attention(attention)
             logger.info("attention %s", model.attention_choice)
-            facts = run.facts(attention) | run.facts_of_text(protocol, tokens)
+            facts = run.facts(attention) | run.begin_of_text
+            facts |= run.facts_of_text(protocol, tokens)
             # As the first process reads them: all processes must agree.
             existing = grid.gather(existing_results(output))[0]
             for windows in by_length:

@@ -80,6 +80,12 @@ class LoadedModel:
         return self.record.get("tokenizer") or {}
 
     @property
+    def begin_of_text(self) -> Facts:
+        """bos_token of rows, where each text begins with one; else {}."""
+        token = self.tokenizer.get("bos_token")
+        return {} if token is None else {"bos_token": token}
+
+    @property
     def name(self) -> str:
         """Encoding, seed, step and weights, such as "rotary seed 1 step 500 0123456789ab"."""
         encoding, seed = name_of_layers(self.trained.position), self.trained.training.seed

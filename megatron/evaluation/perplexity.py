@@ -174,6 +174,10 @@ def losses_of_targets(
             tokens = np.stack([windows.ids[number] for number in batch]).astype(np.int64)
             ids = torch.from_numpy(tokens).to(device)
             inputs, labels = ids[:, :-1], ids[:, 1:]
+            if isinstance(model, GPT) and model.begin_of_text is not None:
+                # In the place of the first token, which is never a target: lengths stay.
+                first = torch.full_like(inputs[:, :1], model.begin_of_text)
+                inputs = torch.cat([first, inputs[:, 1:]], dim=1)
             with torch.inference_mode():
                 if windows.answers:
                     logits = model(inputs).float()

@@ -210,8 +210,9 @@ def continued(
     Raises UserError, before anything is computed, if the model cannot read texts of that length.
     """
     texts = []
+    begin = [] if model.begin_of_text is None else [model.begin_of_text]
     for number, prompt in enumerate(prompts):
-        ids = tokenizer.encode(prompt)
+        ids = [*begin, *tokenizer.encode(prompt)]
         for sample in range(settings.samples):
             texts.append(Continuation(tokenizer, ids, settings, number, sample))
     new = settings.max_new_tokens

@@ -64,6 +64,12 @@ class Harness(TemplateLM):
         return self._ours.eod
 
     @property
+    def prefix_token_id(self) -> int:
+        """What a text without context follows."""
+        begin = self._model.begin_of_text
+        return self._ours.eod if begin is None else begin
+
+    @property
     def max_length(self) -> int:
         """Tokens that the model sees at most."""
         return self._reading.length
@@ -71,8 +77,39 @@ class Harness(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Tokens of a text. Our tokenizers add none."""
-        return list(self._ours.encode(string))
+        """Tokens of a text, behind the one with which the model's texts begin, if there is one."""
+        tokens = list(self._ours.encode(string))
+        begin = self._model.begin_of_text
+        if begin is not None and add_special_tokens is not False:
+            tokens.insert(0, begin)
+        return tokens
+
+    def loglikelihood(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """Of each continuation behind its context: log-likelihood in nats, and whether greedy.
+
+        Context and continuation are encoded together, and cut behind as many tokens as the context
+        has, as in the harness. A continuation of which nothing is left then is encoded alone (its
+        pull request 4055).
+        """
+        encoded = []
+        for request in requests:
+            context, continuation = request.args
+            # As in the harness, spaces at the end of a context are scored.
+            text = context.rstrip()
+            spaces = context[len(text) :]
+            before = self.tok_encode(text)
+            scored = self.tok_encode(context + continuation)[len(before) :]
+            if not scored:
+                scored = self.tok_encode(spaces + continuation, add_special_tokens=False)
+            if not scored:
+                raise UserError(
+                    f"--tasks: the continuation {continuation!r:.80} of {context[-80:]!r} has no"
+                    " tokens - correct the task's file"
+                )
+            encoded.append((request.args, before or [self.prefix_token_id], scored))
+        return self._loglikelihood_tokens(encoded, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(
         self,
@@ -157,7 +194,10 @@ class Harness(TemplateLM):
         return [scores[number] for number in range(len(asked))]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """The continuation of each text, without the string that ends it."""
+        """The continuation of each text, without the string that ends it.
+
+        As in the harness, its tokens are decoded alone, and special ones have no text.
+        """
         length = self.max_length
         sizes = []
         by_settings: dict[GenerationSettings, list[Continuation]] = {}
@@ -181,13 +221,20 @@ class Harness(TemplateLM):
         together: list[list[Continuation]] = []
         for settings, asked in by_settings.items():
             together += batches(asked, most, settings.max_new_tokens)
+        sizes_of_tokens = self._ours.token_bytes()
         found: dict[int, str] = {}
         for batch in tqdm(together, "continuations"):
             settings = batch[0].settings
             for _ in decode(self._model, self._ours.vocab_size, batch, settings):
                 pass
             for continuation in batch:
-                found[continuation.number] = continuation.written.text
+                new = continuation.tokens[len(continuation.prompt) :]
+                if sizes_of_tokens is not None:
+                    new = [token for token in new if sizes_of_tokens[token]]
+                text = self._ours.decode(new)
+                for stop in settings.stops:
+                    text, _, _ = text.partition(stop)
+                found[continuation.number] = text
         return [found[number] for number in range(len(requests))]
 
     def _warn_of_cuts(self, sizes: Sequence[int]) -> None:

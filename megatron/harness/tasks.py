@@ -150,6 +150,7 @@ def evaluate_tasks(config: Config | None, tasks: Tasks, options: Options) -> Don
                     raise failed(tasks, "failed", fault) from fault
                 facts = {
                     **checkpoint.facts(attention),
+                    **checkpoint.begin_of_text,
                     "protocol": "tasks",
                     "length": length,
                     "stride": reading.stride,

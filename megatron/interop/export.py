@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from safetensors import SafetensorError
+from tokenizers import Regex, Tokenizer, decoders, normalizers
 from torch import Tensor
 
 from megatron.checkpoints.manifest import SETTINGS, write_record
@@ -20,14 +21,15 @@ from megatron.checkpoints.write import synced
 from megatron.config import Config
 from megatron.config.config import COPY
 from megatron.config.schema import INPUTS, KEYS, file_names, plain
-from megatron.data.tokenizers.hugging_face import BESIDE, WHOLE, Subwords
+from megatron.data.tokenizers.build import SentencePieces
+from megatron.data.tokenizers.hugging_face import BESIDE, METASPACE, WHOLE, Subwords
 from megatron.errors import UserError, cannot_write
 from megatron.evaluation.loaded_run import loaded_model
 from megatron.files import folder_beside, umask
 from megatron.generation.with_tokenizer import tokenizer_of
 from megatron.interop import export_code
 from megatron.interop.families import FAMILIES, write_weights
-from megatron.interop.open import PREFIX
+from megatron.interop.open import PIECES, PREFIX
 from megatron.model import GPT, Architecture, AttentionSettings, options_of_entry
 from megatron.model.settings import ONLY_MEASURED
 from megatron.positions.layers import entries_of, name_of_layers
@@ -42,6 +44,8 @@ COMPARED = 64  # last tokens of a text whose logits are compared
 SHARD = "5GB"
 NO_LIMIT = 10**9  # of tokens: transformers warns about texts that are longer
 CARD = "README.md"
+# Spaces, forms of letters and unknown characters may be treated otherwise.
+SAMPLE = "  two\tspaces \n\n a  Größe ﬁ ½ e\u0301 你好 🙂 's 12345 f(x):\n    return "
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 PUBLISHED = ("step", "config_hash", "vocab", "tokenizer", "corpus", "windows_per_step")
 """Entries of checkpoint.json that the exported one repeats."""
@@ -96,18 +100,26 @@ def export(run: str | Path, folder: str | Path, *, step: int | None = None) -> E
     except UserError as fault:
         logger.warning("%s", fault)
         notes.append("No tokenizer: its files were not found.")
-    if tokenizer is not None and not isinstance(tokenizer, Subwords):
+    begin = trained.tokenizer.get("bos_token")
+    if tokenizer is not None and not isinstance(tokenizer, Subwords | SentencePieces):
         notes.append(f"No tokenizer: {tokenizer.name} has no tokenizer.json.")
     form = form_of(model, config)
     end = trained.tokenizer.get("eod")
-    ends = {"bos_token_id": end, "eos_token_id": end}
+    ends = {"bos_token_id": trained.tokenizer.get("bos", end), "eos_token_id": end}
     try:
         with folder_beside(folder) as temporary:
-            if isinstance(tokenizer, Subwords):
-                write_tokenizer(temporary, tokenizer)
+            if isinstance(tokenizer, SentencePieces):
+                (temporary / PIECES).write_bytes(tokenizer.content)
+            files: dict[str, str] = {}
+            if isinstance(tokenizer, Subwords | SentencePieces):
+                try:
+                    files = tokenizer_files(tokenizer, begin, temporary)
+                except UserError as fault:
+                    notes.append(f"No {fault}; {PIECES} is in the folder.")
             settings = {**form.settings, **ends, "dtype": "float32"}
             texts = {
                 **form.sources,
+                **files,
                 CARD: card(form, folder.name, config, record, notes),
                 "config.json": json.dumps(settings, indent=2) + "\n",
                 "generation_config.json": json.dumps(ends, indent=2) + "\n",
@@ -239,25 +251,59 @@ def compare(folder: Path, form: ExportForm, model: GPT) -> dict[int, float]:
     return differences
 
 
-def write_tokenizer(folder: Path, tokenizer: Subwords) -> None:
-    """tokenizer.json and tokenizer_config.json, which give a text the ids that ours gives it."""
-    content = json.loads(tokenizer.to_json())
+def tokenizer_files(
+    tokenizer: Subwords | SentencePieces, begin: str | None, folder: Path
+) -> dict[str, str]:
+    """tokenizer.json and tokenizer_config.json, which give a text the ids that ours gives it.
+
+    begin: the token before each text, if the model reads one there; folder: has a tokenizer.model
+    UserError if there is no such tokenizer.json.
+    """
+    if isinstance(tokenizer, SentencePieces):
+        content = json.loads(converted(tokenizer, begin, folder).to_str())
+    else:
+        content = json.loads(tokenizer.to_json())
     processor = content.get("post_processor") or {}
-    if processor.get("type") != "ByteLevel":  # others add tokens of their own
+    if begin is None and processor.get("type") != "ByteLevel":  # others add tokens of their own
         content["post_processor"] = None
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": tokenizer.end_of_document,
+        "add_bos_token": begin is not None,
+        "bos_token": begin or tokenizer.end_of_document,
         "eos_token": tokenizer.end_of_document,
         "unk_token": None,
         "model_max_length": NO_LIMIT,
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
     }
-    for name, value in ((WHOLE, content), (BESIDE, settings)):
-        # As the tokenizers library writes it, so that its hash is that of most originals.
-        text = json.dumps(value, ensure_ascii=False, indent=2)
-        (folder / name).write_text(text, encoding="utf-8")
+    # As the tokenizers library writes it, so that its hash is that of most originals.
+    return {
+        name: json.dumps(value, ensure_ascii=False, indent=2)
+        for name, value in ((WHOLE, content), (BESIDE, settings))
+    }
+
+
+def converted(tokenizer: SentencePieces, begin: str | None, folder: Path) -> Tokenizer:
+    """transformers' conversion of a tokenizer.model, with the model's own treatment of spaces."""
+    from transformers import PreTrainedTokenizerFast  # only here: importing it takes seconds
+
+    adds = {} if begin is None else {"bos_token": begin, "add_bos_token": True}
+    inner = PreTrainedTokenizerFast.from_pretrained(folder, **adds).backend_tokenizer
+    spaces = tokenizer.spaces
+    steps = [inner.normalizer[0]] if spaces.precompiled_charsmap else []
+    if spaces.remove_extra_whitespaces:
+        steps.append(normalizers.Replace(Regex(r"\A +| +\z| +(?= )"), ""))
+    if spaces.add_dummy_prefix:
+        steps.append(normalizers.Prepend(METASPACE))
+        inner.decoder = decoders.Sequence([inner.decoder, decoders.Strip(" ", 1, 0)])
+    inner.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", METASPACE)])
+
+    inner.encode_special_tokens = True
+    for text in (tokenizer.decode(range(tokenizer.vocab_size)), SAMPLE):
+        if inner.encode(text, add_special_tokens=False).ids != tokenizer.encode(text):
+            raise UserError("tokenizer.json: it would give other ids than the SentencePiece model")
+    inner.encode_special_tokens = False
+    return inner
 
 
 def card(

@@ -4,9 +4,12 @@
 describe one of ours as theirs. transformers itself fills in what a config.json leaves out.
 """
 
+import inspect
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +34,9 @@ TRAINING_ALONE = (
     "output_layer_init_method",
 )
 """Keys of section `model` that do not change what a trained model computes."""
+PROSE = re.compile(r'""".*?"""|#[^\n]*', re.DOTALL)  # of a source
+OF_ROTARY = re.compile(r"^(pos_emb_layers: )?pos_emb_args: rotary: ")
+KEY_IN_FAULT = re.compile(r"(^|(?<=rope_parameters\.))\w+(?=:)|\b\w+_\w+\b")
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,21 @@ class Family:
         of_encoding = () if self.rotary == "none" else TABLE["rope_keys"]
         own = {*self.keys, *self.only, *self.layered, *self.unused}
         return {*own, "vocab_size", *of_encoding}
+
+    def reads(self, key: str, value: Any) -> bool:
+        """Whether transformers' class, or what all classes share, may read a key of config.json."""
+        import transformers  # only here: importing it takes seconds
+
+        if key == "layer_types" and isinstance(value, list) and {*map(str, value)} == {FULL}:
+            return False  # as without the key
+        config_class = transformers.CONFIG_MAPPING[self.model_type]
+        if hasattr(config_class(), key):
+            return True
+        modules = [getattr(transformers, self.architecture).__module__, config_class.__module__]
+        modules += [f"transformers.{name}" for name in TABLE["modules_of_every_class"]]
+        use = re.compile(rf"config\.{re.escape(key)}\b|[\"']{re.escape(key)}[\"']")
+        sources = [PROSE.sub("", inspect.getsource(import_module(name))) for name in modules]
+        return any(use.search(source) for source in sources)
 
     def settings_of(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Our keys and values for a config.json; UserError for what we do not compute."""
@@ -121,7 +142,17 @@ class Family:
     def configuration(self, config: Mapping[str, Any]) -> Config:
         """The configuration of the model that a config.json describes."""
         words = [f"{key}={json.dumps(value)}" for key, value in self.settings_of(config).items()]
-        return load([], [*words, f"make_vocab_size_divisible_by={config['vocab_size']}"])
+        try:
+            return load([], [*words, f"make_vocab_size_divisible_by={config['vocab_size']}"])
+        except UserError as fault:
+            _, *faults = str(fault).split("\n  ")
+        # These are the user's keys: a message about ours would name no place in the file.
+        theirs = TABLE["keys_by_ours"] | {ours: key for key, (ours, *_) in self.keys.items()}
+        named = []
+        for line in faults:
+            text = OF_ROTARY.sub("rope_parameters.", line)
+            named.append(KEY_IN_FAULT.sub(lambda key: theirs.get(key[0], key[0]), text))
+        raise UserError("; ".join(named))
 
     def config_of(self, config: Config, vocab: int) -> dict[str, Any]:
         """config.json for a model of ours; UserError, with all reasons, if it is another kind.

@@ -29,8 +29,10 @@ SETTINGS = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"  # the list of shards
 LONGEST = 10_000_000  # bytes of config.json and of the list of shards
-OF_WHOLE = {"tie_word_embeddings", "quantization_config"}  # keys beside text_config that count
+QUANTIZED = "quantization_config"
+OF_WHOLE = {"tie_word_embeddings", QUANTIZED, "auto_map"}  # keys beside text_config that count
 MOST = {"vocab_size": LONGEST, "num_hidden_layers": 1000, "n_layer": 1000}
+MOST |= {"num_attention_heads": 4096, "n_head": 4096}
 BYTES = 8  # of a weight while it is read: theirs and ours in float32
 
 
@@ -75,7 +77,11 @@ def open_folder(folder: Path) -> tuple[GPT, Config]:
         embedding = f"{family.trunk}{family.modules['word_embeddings'][1]}.weight"
         again = theirs.pop(heads[0])
         if embedding in theirs and not torch.equal(again, theirs[embedding]):
-            faults.append(f"{heads[0]} differs from the embedding, and tie_word_embeddings is true")
+            raise UserError(
+                f"{folder / SETTINGS}: tie_word_embeddings: says that {heads[0]} is {embedding},"
+                " which differs from it - set it to false for a model with a head of its own, or"
+                " copy the folder again"
+            )
     faults += [f"{name} missing" for name in expected if name not in theirs]
     for name, tensor in theirs.items():
         if name.endswith(tuple(family.buffers)):
@@ -94,8 +100,8 @@ def open_folder(folder: Path) -> tuple[GPT, Config]:
     return model.eval(), config
 
 
-def read_settings(folder: Path) -> tuple[Family, Config, int]:
-    """The family of the model in a folder, its configuration, and the rows of its embedding."""
+def family_of(folder: Path) -> tuple[Family, dict[str, Any]]:
+    """The family of the model in a folder, and the keys of its config.json."""
     place = folder / SETTINGS
     theirs = read_json(place)
     names = theirs.get("architectures")
@@ -111,13 +117,33 @@ def read_settings(folder: Path) -> tuple[Family, Config, int]:
         if not isinstance(theirs, dict):
             raise UserError(f"{place}: text_config: holds no keys - copy it again")
         theirs |= {key: whole[key] for key in OF_WHOLE & whole.keys()}
+    return family, theirs
+
+
+def read_settings(folder: Path) -> tuple[Family, Config, int]:
+    """The family of the model in a folder, its configuration, and the rows of its embedding."""
+    place = folder / SETTINGS
+    family, theirs = family_of(folder)
     known = family.known_keys | IGNORED_HF_KEYS
     unset = (None, False, {}, [])
-    unknown = [key for key in theirs if key not in known and theirs[key] not in unset]
-    if unknown:
+    unknown = sorted(key for key in theirs if key not in known and theirs[key] not in unset)
+    if QUANTIZED in unknown:
         raise UserError(
-            f"{place}: {', '.join(sorted(unknown)[:8])}: not known for {family.architecture}, and"
-            " may change what it computes - remove it from config.json only if it does not"
+            f"{place}: {QUANTIZED}: quantised weights are not read - take the model's folder in"
+            " bfloat16 or float32, or save it anew after transformers' model.dequantize()"
+        )
+    read = [key for key in unknown if "auto_map" in theirs or family.reads(key, theirs[key])]
+    if read:
+        raise UserError(
+            f"{place}: {', '.join(read[:8])}: not known for {family.architecture}, and may change"
+            " what it computes - open a model without it"
+        )
+    if unknown:
+        logger.warning(
+            "%s: %s left out: transformers' %s does not read it",
+            place,
+            ", ".join(unknown[:8]),
+            family.architecture,
         )
     theirs.setdefault("vocab_size", None)
     for key in MOST.keys() & theirs.keys():
@@ -160,9 +186,10 @@ def weight_files(folder: Path) -> list[Path]:
         shards = [folder / WEIGHTS]
     else:
         places = read_json(index).get("weight_map")
-        if not isinstance(places, dict) or not places:
+        shards = [*places.values()] if isinstance(places, dict) else []
+        if not shards or not all(isinstance(shard, str) for shard in shards):
             raise UserError(f"{index}: has no list of shards (weight_map) - copy it again")
-        shards = [folder / Path(str(shard)).name for shard in sorted({*places.values()})]
+        shards = [folder / Path(shard).name for shard in sorted({*shards})]
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:
         raise UserError(

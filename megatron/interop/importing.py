@@ -15,15 +15,16 @@ from megatron.checkpoints.saved import steps_in, without_record
 from megatron.checkpoints.write import write_checkpoint
 from megatron.config import Config
 from megatron.config.config import COPY
-from megatron.data.tokenizers.build import build_tokenizer
-from megatron.data.tokenizers.hugging_face import BESIDE, WHOLE
-from megatron.data.tokenizers.tokenizer import description
+from megatron.data.tokenizers.build import SentencePieces, build_tokenizer
+from megatron.data.tokenizers.hugging_face import BESIDE, WHOLE, Subwords
+from megatron.data.tokenizers.tokenizer import Tokenizer, description
 from megatron.errors import UserError, cannot_write, in_words
 from megatron.files import folder_beside
 from megatron.folder_lock import owned_folder
 from megatron.interop import huggingface, reference
 from megatron.interop.open import (
     HUB_NAME,
+    PIECES,
     OpenedModel,
     check_sums,
     has_sums,
@@ -38,6 +39,7 @@ from megatron.positions import fingerprint
 logger = logging.getLogger(__name__)
 
 TOKENIZER = "tokenizer"  # folder of a run
+FORM = "2"  # of imports: earlier ones put no token before a text
 ON_THE_FLY = Path("runs/imported")
 BY_ENDING = {".model": "SPMTokenizer", ".tiktoken": "TiktokenTokenizer"}
 PAIR = ("vocab.json", "merges.txt")  # GPT-2's tokenizer
@@ -100,7 +102,7 @@ def import_checkpoint(
     architecture = None
     compared: dict[str, Any] = {"reason": "no class of transformers has these weights"}
     if opened.kind == "huggingface":
-        architecture = huggingface.read_settings(folder)[0].architecture
+        architecture = huggingface.family_of(folder)[0].architecture
         compared = compared_with_transformers(folder, model)
 
     # The configuration has the run's own folder and tokenizer, and the source's rows.
@@ -160,7 +162,7 @@ def import_if_foreign(source: str | Path) -> Path:
     if kind not in ("huggingface", "exported") or (folder / COPY).exists():
         return given
     sums = sums_of(kind, folder)
-    digest = fingerprint(json.dumps(sums, sort_keys=True))[:12]
+    digest = fingerprint(FORM + json.dumps(sums, sort_keys=True))[:12]
     # Of a model of the hub, the folder is called by its revision.
     name = given.resolve().name if given.is_dir() else given.name
     run = ON_THE_FLY / f"{name}-{digest}"
@@ -232,7 +234,27 @@ def tokenizer_of(
             f"tokenizer: it has {tokenizer.vocab_size} tokens, the embedding of {folder} has {rows}"
             " rows - give the tokenizer that it was trained with"
         )
-    return files, description(tokenizer), notes
+    first = {} if opened.kind == "gpt-neox" else first_token(folder, tokenizer)
+    if first:
+        notes.append(
+            f"texts begin with {first['bos_token']} (bos_token), as the tokenizer of {folder} has"
+            " it: in generation, in tasks, and in the place of a window's first token"
+        )
+    return files, description(tokenizer) | first, notes
+
+
+def first_token(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
+    """bos and bos_token of what a source's files put before each text, as transformers reads them.
+
+    The post_processor of tokenizer.json says it. For SentencePiece, add_bos_token of
+    tokenizer_config.json does, which is true for Llama and Mistral where nothing is said.
+    """
+    if isinstance(tokenizer, SentencePieces):
+        beside = folder / BESIDE
+        settings = huggingface.read_json(beside) if beside.is_file() else {}
+        is_put = settings.get("add_bos_token", not has_sums(folder))
+        return tokenizer.begin_of_text if is_put else {}
+    return tokenizer.begin_of_text if isinstance(tokenizer, Subwords) else {}
 
 
 def paths_of(files: TokenizerSource | None) -> list[Path]:
@@ -249,6 +271,9 @@ def files_in(place: Path) -> TokenizerSource | None:
     """The tokenizer that a folder holds or a file is, or None."""
     if place.is_file():
         return TokenizerSource(BY_ENDING.get(place.suffix, "HFTokenizer"), place)
+    pieces = place / PIECES
+    if has_sums(place) and pieces.is_file():  # an export: its tokenizer.json is made of this
+        return TokenizerSource("SPMTokenizer", pieces)
     if (place / WHOLE).is_file():
         return TokenizerSource("HFTokenizer", place / WHOLE)
     vocab, merges = place / PAIR[0], place / PAIR[1]

@@ -137,7 +137,7 @@ class PositionsGPTForCausalLM(PreTrainedModel, GenerationMixin):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: TheirCache | None = None,
         labels: Tensor | None = None,
@@ -155,6 +155,8 @@ class PositionsGPTForCausalLM(PreTrainedModel, GenerationMixin):
             value = kwargs.pop(name, None)
             if value is not None and value is not False:
                 raise ValueError(f"{name}: is not offered by this model; leave it out")
+        if input_ids is None:
+            raise ValueError("input_ids: are missing; this model reads nothing else")
         cache = past_key_values
         if use_cache is None:
             use_cache = self.config.use_cache and not torch.is_grad_enabled()
@@ -204,6 +206,16 @@ class PositionsGPTForCausalLM(PreTrainedModel, GenerationMixin):
 
     def get_input_embeddings(self) -> nn.Module:
         return self.gpt.word_embeddings
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.gpt.word_embeddings = value
+        self.gpt.vocab = value.num_embeddings
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        return self.gpt.final_linear  # None where the embedding's matrix is the output's
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        self.gpt.final_linear = new_embeddings
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

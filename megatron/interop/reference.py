@@ -149,7 +149,8 @@ def read_ranks(folder: Path) -> dict[int, list[Tensors]]:
             raise UserError(f"{path}: holds no layer of GPT-NeoX - copy the checkpoint again")
         found[layer][rank] = {}
         for name, tensor in content.items():
-            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            is_weight = isinstance(tensor, Tensor) and tensor.is_floating_point()
+            if not isinstance(name, str) or not is_weight:
                 raise UserError(f"{path}: {name} is not a weight of a GPT-NeoX model")
             for theirs, ours in RENAMED.items():
                 name = name.replace(theirs, ours)

@@ -34,6 +34,7 @@ class GPT(nn.Module):
     vocab: rows of the embedding, padding included;
     end_of_document: the token that ends a document, for reset_attention_mask
 
+    begin_of_text: set where the tokenizer of an imported model asks for a token before each text
     context: set where each of several processes computes a part of every text. Then `forward` is
     given the whole text, and returns what belongs to the own part.
     """
@@ -53,6 +54,7 @@ class GPT(nn.Module):
         hidden = model.hidden_size
         self.vocab = vocab
         self.end_of_document = end_of_document
+        self.begin_of_text: int | None = None
         self.train_length = model.seq_length
         self.dropout = model.hidden_dropout
         self.checkpoint_activations = False

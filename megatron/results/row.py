@@ -74,6 +74,7 @@ class Question(Variant, Setting, total=False):
     checkpoint: str  # folder of the checkpoint
     weights: str  # 12 hex digits of the file of weights
     parent: dict[str, Any]  # {path, step, config_hash, weights} that a fine-tuning started from
+    bos_token: str  # stands before each text, as the tokenizer of an import asks; none: nothing
     trained_on: str  # corpora of a blend and their weights; none: one corpus
     parent_model: str  # its encoding and step, such as "rotary step 700"; none: from scratch
     sweep: str  # name of the sweep that trained the model
@@ -161,7 +162,7 @@ DEFAULTS.pop("dtype")
 OF_TRAINING = ("train_length", "step", "windows_per_step", "trained_on", "parent_model")
 EXPLAINS = {"pos_emb_args", "sweep", *OF_TRAINING} - {"step"}
 BOOKKEEPING = ("sweep", "config_hash", "checkpoint", "tokens", "stride", "text", "key_text")
-LABELS = ("pos_emb_args", *VARIANT, *OF_TRAINING, "seed", *SETTING, *BOOKKEEPING)
+LABELS = ("pos_emb_args", *VARIANT, "bos_token", *OF_TRAINING, "seed", *SETTING, *BOOKKEEPING)
 RUN = ("pos_emb", *(key for key in LABELS if key not in (*EXPLAINS, *PLACE)))
 KIND_LABELS = tuple(key for key in LABELS if key not in ("seed", *SETTING, *PLACE))
 KIND = ("pos_emb", *(key for key in KIND_LABELS if key not in ("config_hash", "checkpoint")))

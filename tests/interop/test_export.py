@@ -1,6 +1,7 @@
 """Exported folders give our logits in transformers, and generate beyond the training length."""
 
 import ast
+import io
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
+from sentencepiece import SentencePieceTrainer
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
@@ -27,7 +29,7 @@ from megatron.interop import export as exporting
 from megatron.interop import open_model
 from megatron.interop.export import export
 from megatron.interop.export_code import sources
-from megatron.interop.importing import description, import_if_foreign
+from megatron.interop.importing import description, import_checkpoint, import_if_foreign
 from megatron.model import from_config
 from megatron.positions import FILES, REGISTRY
 from tests.encodings import every_signature
@@ -244,6 +246,11 @@ def test_what_transformers_saves_again_and_builds_anew_is_the_same_model(tmp_pat
     opened(folder).save_pretrained(tmp_path / "again", max_shard_size="20KB")
     again = opened(tmp_path / "again")
     assert torch.equal(again(random_ids(70)).logits, model(random_ids(70)))
+    again.resize_token_embeddings(VOCAB + 3)
+    again.save_pretrained(tmp_path / "resized")
+    logits = opened(tmp_path / "resized")(random_ids(70)).logits
+    assert logits.shape[2] == VOCAB + 3
+    torch.testing.assert_close(logits[:, :, :VOCAB], model(random_ids(70)))
     settings = AutoConfig.from_pretrained(folder, trust_remote_code=True)
     built = AutoModelForCausalLM.from_config(settings, trust_remote_code=True)
     assert built.gpt.final_linear is None
@@ -305,10 +312,24 @@ def tokenizers(tmp_path_factory):
     whole.enable_truncation(4)
     whole.save(str(folder / "tokenizer.json"))
     pair = (folder / "vocab.json", folder / "merges.txt")
-    return {"HFTokenizer": (folder, None), "GPT2BPETokenizer": pair}
+    found = {"HFTokenizer": (folder, None), "GPT2BPETokenizer": pair}
+    pieces = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter("".join(modules()[:20]).splitlines()),
+        model_writer=pieces,
+        model_type="bpe",
+        vocab_size=500,
+        byte_fallback=True,
+        minloglevel=2,
+        normalization_rule_name="identity",  # nothing is lost, so that texts come back
+        remove_extra_whitespaces=False,
+    )
+    (folder / "spm.model").write_bytes(pieces.getvalue())
+    found["SPMTokenizer"] = (folder / "spm.model", None)
+    return found
 
 
-@pytest.mark.parametrize("kind", ["HFTokenizer", "GPT2BPETokenizer"])
+@pytest.mark.parametrize("kind", ["HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer"])
 def test_the_tokenizer_gives_the_same_ids(kind, tokenizers, tmp_path):
     vocab, merges = tokenizers[kind]
     built = build_tokenizer(kind, vocab, merges)
@@ -324,6 +345,9 @@ def test_the_tokenizer_gives_the_same_ids(kind, tokenizers, tmp_path):
     assert theirs.eos_token_id == built.eod
     saved = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert saved["eos_token_id"] == built.eod
+    if kind == "SPMTokenizer":  # token files of the run are those of what comes back
+        back = import_checkpoint(tmp_path / "out", tmp_path / "back").path
+        assert load_for_evaluation(back)[2]["tokenizer"] == description(built)
 
 
 def test_the_commands_of_the_guide_run_and_write_a_card(tmp_path, monkeypatch):
@@ -429,6 +453,12 @@ def test_the_model_refuses_what_it_would_compute_wrongly(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             model(ids, **given)
+    for given, message in (
+        ({"inputs_embeds": torch.zeros(1, 3, 32)}, "inputs_embeds: is not offered by this model"),
+        ({}, "input_ids: are missing; this model reads nothing else"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(**given)
     cache = model(ids, use_cache=True).past_key_values
     with pytest.raises(ValueError, match="tokens that were read cannot be taken back"):
         cache.crop(3)

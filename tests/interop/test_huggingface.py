@@ -138,12 +138,17 @@ def test_other_spellings_are_the_same_model(folder, tmp_path):
         **{"mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1},
     }
     old_gpt2 = {"_num_labels": 1, "n_special": 0, "predict_special_tokens": True}
+    # Keys that transformers' class does not read.
+    more = {"_model_name_or_path": "x", "_flash_attn_2_enabled": True, "my_note": [1]}
+    more["layer_types"] = ["full_attention"] * 2
     for number, (case, changes) in enumerate(
         (
             ("pythia", {"rope_parameters": None, "rotary_pct": 0.25, "rotary_emb_base": 10000}),
             ("llama3", {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": llama3}),
             ("llama yarn", {"rope_parameters": None, "rope_scaling": yarn}),
             ("gpt2", old_gpt2),
+            ("llama", more),
+            ("smollm3", {"max_window_layers": 28}),
             ("qwen3.5", published),
         )
     ):
@@ -205,9 +210,17 @@ def test_shards_half_precision_and_names_of_the_bare_model_are_read(folder, tmp_
     torch.testing.assert_close(model(random_ids(20)), expected, rtol=0, atol=0.05)
 
 
+TURNING_ONE = rope("default", rope_theta=1e4, partial_rotary_factor=0.2)
 REFUSED = (
     ("llama", {"architectures": ["GemmaForCausalLM"]}, r"\['GemmaForCausalLM'\] is not offered"),
-    ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping: not known for Llama"),
+    (
+        "llama",
+        {"attention_chunk_size": 4},
+        "config.json: attention_chunk_size: not known for Llama",
+    ),
+    ("llama", {"layer_types": ["sliding_attention"] * 2}, "layer_types: not known for LlamaForCa"),
+    ("pythia", TURNING_ONE, r"config.json: rope_parameters.partial_rotary_factor: 0.2 of head_d"),
+    ("gpt2", {"n_head": 5}, "config.json: n_embd: 32 cannot be split over n_head = 5; try n_embd"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act: 'gelu' is not offered; open"),
     (
         "llama",
@@ -227,12 +240,12 @@ REFUSED = (
     ("qwen2 window", {"layer_types": ["full_attention", "chunked_attention"]}, "config.json: "),
     ("smollm3", {"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000 is not a number of 1"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "idx: True changes what the model comput"),
-    ("llama", {"num_attention_heads": "four"}, "config.json: LlamaForCausalLM refuses it"),
-    ("llama", {"num_attention_heads": 0}, "config.json: "),
+    ("llama", {"num_attention_heads": "four"}, "json: num_attention_heads: 'four' is not a"),
+    ("llama", {"num_attention_heads": 0}, "num_attention_heads: 0 is not a number"),
     ("llama", {"vocab_size": 64}, r"embed_tokens.weight \[61, 32\] of .*, not \[64, 32\]"),
     ("llama", {"vocab_size": None}, "vocab_size: None is not a number of 1 to"),
     ("llama", {"num_hidden_layers": 1}, r"model.layers.1.* left over"),
-    ("llama", {"tie_word_embeddings": True}, "lm_head.weight differs from the embedding"),
+    ("llama", {"tie_word_embeddings": True}, "tie_word_embeddings: says that lm_head.* set it to"),
     ("llama", {"mlp_bias": True}, r"mlp.gate_proj.bias missing"),
     ("qwen3 next", {"num_experts": 512}, "num_experts: 512 changes what the model computes"),
     ("qwen3 next", {"layer_types": None}, "layer_types: must name sliding_attention or full_att"),
@@ -240,7 +253,7 @@ REFUSED = (
     ("qwen3.5", {"linear_num_value_heads": 3}, "linear_num_value_heads: 3 is no multiple of the 2"),
     (
         "qwen3.5",
-        {"num_experts": 4, "mlp_bias": True},
+        {"num_experts": 4, "mlp_bias": True, "auto_map": {"AutoModelForCausalLM": "m.M"}},
         "mlp_bias, num_experts: not known for Qwen3_5",
     ),
     ("qwen3.5", {"hidden_act": "gelu"}, "hidden_act: 'gelu' is not offered; open"),
@@ -249,7 +262,7 @@ REFUSED = (
         {"layer_types": ["sliding_attention"] * 4},
         "layer_types: must name linear_attention or full_attention for each layer",
     ),
-    ("qwen3.5", {"layer_types": ["linear_attention"] * 4}, "layers: no layer has attention"),
+    ("qwen3.5", {"layer_types": ["linear_attention"] * 4}, "json: layer_types: no layer has att"),
     ("qwen3.5", {"architectures": ["Qwen3_5MoeForCausalLM"]}, r"\['Qwen3_5Moe.* is not offered"),
     (
         "qwen3.5",
@@ -263,7 +276,7 @@ REFUSED = (
             "text_config": {},
             "quantization_config": {"quant_method": "fp8"},
         },
-        "quantization_config: not known for Qwen3_5ForCausalLM",
+        "quantization_config: quantised weights are not read - take the model's folder in bflo",
     ),
 )
 
@@ -298,9 +311,10 @@ def test_damaged_and_missing_files_are_one_message_and_code_is_not_run(folder, t
     file.unlink()
     with pytest.raises(UserError, match=r"model\.safetensors missing - copy all weights beside"):
         open_model(place)
-    (place / "model.safetensors.index.json").write_text('{"weight_map": {}}')
-    with pytest.raises(UserError, match=r"index\.json: has no list of shards"):
-        open_model(place)
+    for shards in ("{}", '{"a": {}}', '{"a": 5, "b": "x"}'):
+        (place / "model.safetensors.index.json").write_text(f'{{"weight_map": {shards}}}')
+        with pytest.raises(UserError, match=r"index\.json: has no list of shards"):
+            open_model(place)
     with pytest.raises(UserError, match="holds no checkpoint that is known here"):
         open_model(tmp_path)
     with pytest.raises(UserError, match="is not a folder - give a checkpoint, or a hub's"):

@@ -160,6 +160,7 @@ def test_missing_and_damaged_files_are_named_and_code_is_not_run(tmp_path):
         ({"x": Harmful()}, "cannot be read as a checkpoint file .* code in it is never run"),
         ([1], "holds no layer of GPT-NeoX"),
         ({"norm.weight": 3}, "norm.weight is not a weight of a GPT-NeoX model"),
+        ({5: torch.ones(2)}, "5 is not a weight of a GPT-NeoX model"),
     ):
         torch.save(content, path)
         with pytest.raises(UserError, match=f"{path.name}: {message}"):

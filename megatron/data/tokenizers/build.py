@@ -185,6 +185,7 @@ class SentencePieces:
         # A piece of any other type is looked for in documents: each could contain its own end.
         model.pieces[self.eod].type = ModelProto.SentencePiece.CONTROL
         self._inner = SentencePieceProcessor(model_proto=model.SerializeToString())
+        self.spaces, self.content = model.normalizer_spec, content
         self.hash = hash_of(content)
         self.vocab_size = self._inner.get_piece_size()
         self.unknown = self._inner.unk_id()
@@ -200,6 +201,16 @@ class SentencePieces:
 
     def token_bytes(self) -> None:
         """Most models change texts, so their pieces do not say it."""
+
+    @property
+    def end_of_document(self) -> str:
+        return self._inner.id_to_piece(self.eod)
+
+    @property
+    def begin_of_text(self) -> dict[str, Any]:
+        """bos and bos_token of checkpoint.json: its begin of a sentence; {} if it has none."""
+        number = self._inner.bos_id()
+        return {} if number < 0 else {"bos": number, "bos_token": self._inner.id_to_piece(number)}
 
 
 # --- By name ---

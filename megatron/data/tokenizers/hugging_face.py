@@ -120,6 +120,15 @@ class Subwords:
         assert token is not None  # its id was found by the token
         return token
 
+    @property
+    def begin_of_text(self) -> dict[str, Any]:
+        """bos and bos_token of checkpoint.json: what its files put before a text; or {}."""
+        plain = self._inner.encode("a", add_special_tokens=False).ids
+        first, *rest = self._inner.encode("a").ids
+        if len(rest) < len(plain) or rest[: len(plain)] != plain:
+            return {}
+        return {"bos": first, "bos_token": self._inner.id_to_token(first)}
+
     def to_json(self) -> str:
         """The text of its tokenizer.json."""
         return self._inner.to_str()
