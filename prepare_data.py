@@ -81,6 +81,10 @@ def run(words: Sequence[str]) -> str:
             f"--workers: {workers} processes do not fit into memory, which holds {most} at most -"
             " leave it out for one on each core"
         )
+    if not str(options.data_dir).isprintable():
+        raise UserError(
+            f"--data-dir: {str(options.data_dir)!r} has what no YAML file can name - choose another"
+        )
     if options.workers:
         # The library reads this when it starts its threads, at first use.
         os.environ["RAYON_NUM_THREADS"] = str(workers)
@@ -250,8 +254,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--input", nargs="+", metavar="FILE", help=what)
     add("--name", help="name of your own corpus")
     what = (
-        "key of the text in JSON lines and tables (default: text); given several times: the first"
-        " key that an entry has"
+        "key of the text in JSON and tables (default: text), meta.text inside an object; given"
+        " several times: the first key that an entry has"
     )
     add("--text-key", "--jsonl-keys", action="append", metavar="KEY", help=what)
     what = (

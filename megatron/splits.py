@@ -8,6 +8,7 @@ from functools import reduce
 from megatron.errors import UserError
 
 PARTS = ("train", "valid", "test")
+SPLIT = "949,50,1"  # GPT-NeoX's, where none is given
 TASK_PREFIX = "task:"  # before the name of a task in data_path, which holds out problems itself
 
 

@@ -15,10 +15,12 @@ from pathlib import Path
 import numpy as np
 
 from megatron.cli_errors import command_parser, guarded
+from megatron.data.samples import split_in_words
 from megatron.data.tokenizers.build import KINDS, build_tokenizer, needs_files
 from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.data.tokens import LONGEST, TokenFile
 from megatron.errors import UserError, visible
+from megatron.splits import SPLIT
 
 EVALUATED = (512, 1024, 2048, 4096, 8192, 16384)  # the lengths of KERPLE's and MEP's tables
 COUNTED = 100_000_000  # about so many tokens are counted at most
@@ -38,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("prefix", metavar="PREFIX", help="token files, without .bin and .idx")
     windows = "lengths of an evaluation (default: 512 to 16384)"
     add("--lengths", type=int, nargs="+", metavar="L", default=EVALUATED, help=windows)
+    add("--split", default=SPLIT, help="as in the configuration (default: %(default)s)")
     add("-t", "--tokenizer-type", metavar="TYPE", help=f"one of {', '.join(KINDS)}")
     add("--vocab-file", type=Path, metavar="FILE", help="vocab.json, tokenizer.json, its folder …")
     add("--merge-file", type=Path, metavar="FILE", help="merges.txt (GPT2BPETokenizer)")
@@ -47,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"inspect_data.py: --lengths are 1 to {LONGEST}, --samples 0 or more")
     tokens = TokenFile.open(options.prefix)
     tokenizer = _tokenizer(tokens, options)
-    lines = [*lengths(tokens, options.lengths), *usage(tokens, tokenizer)]
+    lines = lengths(tokens, options.lengths)
+    lines += [f"\n{split_in_words(tokens, options.split)}", *usage(tokens, tokenizer)]
     evenly_spread = np.linspace(0, len(tokens) - 1, min(options.samples, len(tokens)))
     for document in evenly_spread.astype(int).tolist():
         size = int(tokens.sizes[document])

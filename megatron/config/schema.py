@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
+from megatron.splits import SPLIT
+
 
 def _number(value: Any) -> Any:
     """The number that a text such as a part of "512,1024" stands for."""
@@ -290,7 +292,7 @@ class Data(Section):
     share p of all documents, as GPT-NeoX computes them."""
     weighted_sampler_alpha: Annotated[Float, Field(ge=0, le=100)] = 1.0
     """Exponent of weight_by_num_documents; less than 1 favours small corpora."""
-    split: Annotated[str, BeforeValidator(as_split)] = "949,50,1"
+    split: Annotated[str, BeforeValidator(as_split)] = SPLIT
     """Shares of the documents for training, validation and test, in file order, with `,` or `/`
     between them."""
     seq_length_val: Length

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from megatron.data.encoding import TokenizerFiles, batches_of, encode_in_order, pieces_of
 from megatron.data.readers import Corpus
+from megatron.data.samples import split_in_words
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.tokenizer import Tokenizer, description
 from megatron.data.tokenizers.train import train_tokenizer
@@ -21,11 +22,17 @@ from megatron.data.tokens import TokenFile, TokenWriter, dtype_for
 from megatron.errors import UserError, cannot_write
 from megatron.files import atomic_write
 from megatron.folder_lock import owned_folder
+from megatron.splits import SPLIT
 
 log = logging.getLogger(__name__)
 
 TRAINING_CHARACTERS = 200_000_000  # a tokenizer learns from this much of a corpus at most
 TRAINED = "tokenizer.json"  # beside the token files
+UNKNOWN = "text that is the unknown token"
+CHANGED = (
+    "%s: %d of the first %d texts do not come back from their tokens as they were, such as %r: the"
+    " tokenizer normalises text or has no decoder; bits per byte count the text as it was"
+)
 
 
 @dataclass(frozen=True)
@@ -125,7 +132,10 @@ def prepare(
 def _encode(
     corpus: Corpus, tokenizer: Tokenizer, files: TokenizerFiles, writer: TokenWriter, workers: int
 ) -> None:
-    """Write every document, and how many bytes of text they had; count those without tokens."""
+    """Write every document, and how many bytes of text they had; count those without tokens.
+
+    A warning says how many of the first texts do not come back from their tokens.
+    """
     end = np.array([tokenizer.eod], writer.dtype).tobytes()
     batches = batches_of(pieces_of(corpus, tokenizer.cuttable))
     text_bytes = 0
@@ -135,6 +145,17 @@ def _encode(
     with bar, closing(encode_in_order(batches, files, workers)) as ordered:
         for batch, contents in ordered:
             before = text_bytes
+            if tokenizer.unknown is not None:
+                ids = np.frombuffer(b"".join(contents), writer.dtype)
+                corpus.skips[UNKNOWN] += int(np.count_nonzero(ids == tokenizer.unknown))
+            if not writer.tokens and not writer.pending:
+                changed = [
+                    piece.text
+                    for piece, content in zip(batch, contents, strict=True)
+                    if tokenizer.decode(np.frombuffer(content, writer.dtype).tolist()) != piece.text
+                ]
+                if changed:
+                    log.warning(CHANGED, corpus.name, len(changed), len(batch), changed[0][:60])
             for piece, content in zip(batch, contents, strict=True):
                 text = piece.text
                 size += len(text) if text.isascii() else len(text.encode())
@@ -166,6 +187,7 @@ def training_texts(corpus: Corpus, left: int = TRAINING_CHARACTERS) -> Iterator[
 def _summary(tokens: TokenFile, choice: TokenizerChoice) -> str:
     """A summary of the token files, and the lines for a YAML file."""
     meta = tokens.meta
+    split = meta.get("split", SPLIT)
     writer = meta["tokenizer"]
     trained = ", trained on this text" if choice.trained else ""
     lines = [
@@ -173,8 +195,10 @@ def _summary(tokens: TokenFile, choice: TokenizerChoice) -> str:
         f"tokenizer: {writer['type']} {writer['hash']}, {writer['vocab_size']:,} entries{trained}",
     ]
     lines += [f"left out, {reason}: {n:,}" for reason, n in meta.get("skips", {}).items()]
+    lines.append(split_in_words(tokens, split))
     settings = {
         "data_path": tokens.prefix,
+        "split": split,
         "tokenizer_type": writer["type"],
         "vocab_file": tokens.prefix.with_name(TRAINED) if trained else choice.vocab_file,
         "merge_file": choice.merge_file,

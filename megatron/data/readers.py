@@ -1,7 +1,7 @@
-"""Corpora, and corpora of files: JSON lines, text and Parquet, packed, in tar archives or not.
+"""Corpora, and corpora of files: JSON, text and Parquet, packed, in tar archives or not.
 
-Files are streamed: memory holds one document several times, never a file. A table inside an archive
-is the exception, it must be as small as a document.
+Files are streamed: memory holds one document several times, never a file. The exceptions are a JSON
+array and a table inside an archive, which must be as small as a document.
 """
 
 import gzip
@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from reprlib import Repr
 from typing import IO, Any, NamedTuple, TypeVar
 
 import zstandard
@@ -32,6 +33,11 @@ WINDOW = 1 << 31  # zstd's largest: the Pile was compressed with long windows
 FREE = 256 * MB  # unpacked bytes before the ratio counts: a small file may be very uniform
 ROWS = 16  # of a Parquet file that are in memory at a time
 PYTHONS_CACHE = "__pycache__"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# A number beside the text may have more digits than Python makes an integer of.
+READ_JSON = json.JSONDecoder(parse_int=float).decode
+ABRIDGED = Repr()
+ABRIDGED.maxdict = 20
 AnyFile = TypeVar("AnyFile")  # here, or at a source
 
 
@@ -84,9 +90,7 @@ class Keep(NamedTuple):
     value: str
 
     def __call__(self, entry: Any) -> bool:
-        for part in self.key.split("."):
-            entry = entry.get(part) if isinstance(entry, dict) else None
-        return entry == self.value
+        return value_at(entry, self.key) == self.value
 
 
 class Files(Corpus):
@@ -159,34 +163,49 @@ class Files(Corpus):
         reader = _reader(name) or Files._plain_text
         return reader(self, name, file)
 
-    def _json_lines(self, name: str, file: IO[bytes]) -> Iterator[str]:
-        stream = self._unpacked(name, file)
-        number = 0
-        while line := stream.readline(self.limits.document + 2):
-            number += 1
-            where = f"{name}:{number}"
-            self._check_size(where, len(line) - 1)
-            if not line.strip():
-                self.skips["empty line"] += 1
-                continue
-            try:
-                entry = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
-            except (ValueError, RecursionError) as error:
-                raise UserError(
-                    f"{where}: is not JSON in UTF-8 ({str(error)[:200]}) - mend or remove the line"
-                ) from None
+    def _json(self, name: str, file: IO[bytes]) -> Iterator[str]:
+        """The texts of JSON lines, or of one array."""
+        for where, entry in self._entries(name, self._unpacked(name, file)):
             if self.keep is None or self.keep(entry):
                 yield text_of(entry, self.keys, where)
             else:
                 self.skips[f"not {self.keep.key} = {self.keep.value}"] += 1
 
+    def _entries(self, name: str, stream: IO[bytes]) -> Iterator[tuple[str, Any]]:
+        """Each entry of a JSON file, after the place where it stands."""
+        number = entries = 0
+        while line := stream.readline(self.limits.document + 2):
+            number += 1
+            where = f"{name}:{number}"
+            self._check_size(where, len(line) - 1)
+            line = line.removeprefix(BYTE_ORDER_MARK)
+            if not line.strip():
+                self.skips["empty line"] += 1
+                continue
+            entries += 1
+            if entries > 1 or not line.lstrip().startswith(b"["):
+                yield where, json_value(line, where)
+                continue
+            whole = line + stream.read(self.limits.document)
+            self._check_size(name, len(whole))
+            for place, entry in enumerate(json_value(whole, name), 1):
+                yield f"{name}: entry {place}", entry
+
     def _plain_text(self, name: str, file: IO[bytes]) -> Iterator[str]:
         try:
-            yield self._whole(name, self._unpacked(name, file)).decode("utf-8-sig")
+            text = self._whole(name, self._unpacked(name, file)).decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise UserError(
                 f"{name}: is not UTF-8 (byte {error.start}) - convert the file"
             ) from None
+        line = text.partition("\n")[0].rstrip()
+        is_object = line.startswith("{") and line.endswith("}")
+        if is_object and any(f'"{key}":' in line for key in self.keys):
+            raise UserError(
+                f"{name}: holds JSON lines, and its name does not say so - give it the ending"
+                " .jsonl"
+            )
+        yield text
 
     def _table(self, name: str, file: IO[bytes]) -> Iterator[str]:
         """The rows of a Parquet file."""
@@ -196,8 +215,13 @@ class Files(Corpus):
         try:
             table = parquet.ParquetFile(file)
             names = table.schema_arrow.names
-            columns = [key for key in self.keys if key in names] or names
-            for batch in table.iter_batches(ROWS, columns=columns):
+            outermost = {key.partition(".")[0] for key in self.keys}
+            columns = [column for column in names if column in outermost.union(self.keys)]
+            groups = map(table.metadata.row_group, range(table.num_row_groups))
+            if sum(group.total_byte_size for group in groups) > self._left:
+                self._unpack(name, self._left + 1)
+            for batch in table.iter_batches(ROWS, columns=columns or names):
+                self._unpack(name, batch.nbytes)
                 for row in batch.to_pylist():
                     number += 1
                     where = f"{name}: row {number}"
@@ -245,6 +269,15 @@ class Files(Corpus):
 
     # --- Parts of files ---
 
+    def _unpack(self, name: str, size: int) -> None:
+        """Count unpacked bytes; UserError where the file has become too many."""
+        self._left -= size
+        if self._left < 0:
+            raise UserError(
+                f"{name}: unpacks to more than {FREE // MB} MB and {self.limits.ratio} times its"
+                " size - it is no text; raise --max-unpack-ratio if it is"
+            )
+
     def _check_size(self, where: str, size: int) -> None:
         if size > self.limits.document:
             raise UserError(
@@ -266,19 +299,15 @@ class Files(Corpus):
 
         Raises UserError for a file that is cut off, which must not pass for a shorter corpus.
         """
-        if name.endswith((".gz", ".tgz", ".zst")) and not file.peek(1):  # type: ignore[attr-defined]
+        end = name.lower()
+        if end.endswith((".gz", ".tgz", ".zst")) and not file.peek(1):  # type: ignore[attr-defined]
             raise UserError(f"{name}: is empty, as no packed file is - copy it again")
-        if name.endswith((".gz", ".tgz")):
+        if end.endswith((".gz", ".tgz")):
             file = gzip.GzipFile(fileobj=file, mode="rb")  # type: ignore[assignment]
-        chunks = _zstd(file) if name.endswith(".zst") else iter(lambda: file.read(CHUNK), b"")
+        chunks = _zstd(file) if end.endswith(".zst") else iter(lambda: file.read(CHUNK), b"")
         try:
             for chunk in chunks:
-                self._left -= len(chunk)
-                if self._left < 0:
-                    raise UserError(
-                        f"{name}: unpacks to more than {FREE // MB} MB and {self.limits.ratio}"
-                        " times its size - it is no text; raise --max-unpack-ratio if it is"
-                    )
+                self._unpack(name, len(chunk))
                 yield chunk
         except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError, MemoryError) as error:
             raise UserError(f"{name}: is cut off or damaged ({error}) - copy it again") from None
@@ -287,24 +316,47 @@ class Files(Corpus):
 Reader = Callable[[Files, str, IO[bytes]], Iterator[str]]
 
 READERS: dict[str, Reader] = {
-    ".jsonl": Files._json_lines,
-    ".jsonl.gz": Files._json_lines,
-    ".json.gz": Files._json_lines,
-    ".jsonl.zst": Files._json_lines,
+    ".jsonl": Files._json,
+    ".json": Files._json,
+    ".ndjson": Files._json,
     ".txt": Files._plain_text,
-    ".txt.gz": Files._plain_text,
-    ".txt.zst": Files._plain_text,
-    ".parquet": Files._table,
     ".tar": Files._archive,
-    ".tar.gz": Files._archive,
-    ".tgz": Files._archive,
-    ".tar.zst": Files._archive,
 }
+READERS |= {
+    f"{end}{packed}": reader for packed in (".gz", ".zst") for end, reader in READERS.items()
+}
+READERS |= {".tgz": Files._archive, ".parquet": Files._table}
 
 
 def _reader(name: str) -> Reader | None:
     """The reader of files of this name, or None for a kind that is not known."""
-    return next((reader for end, reader in READERS.items() if name.endswith(end)), None)
+    end = name.lower()
+    return next((reader for kind, reader in READERS.items() if end.endswith(kind)), None)
+
+
+def files_in(folder: Path) -> list[Path]:
+    """The files in a folder and below it, by name, without hidden ones and Python's caches.
+
+    A linked folder is opened as any other, and none twice. UserError for what is no file.
+    """
+    files: list[Path] = []
+    opened = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        target = os.path.realpath(place)
+        if target in opened:
+            folders.clear()
+            continue
+        opened.add(target)
+        folders[:] = sorted(filter(_is_shown, folders))
+        files += [Path(place, name) for name in filter(_is_shown, names)]
+    for path in files:
+        if not path.is_file():
+            raise UserError(f"{path}: is a link to nothing, a pipe or a device - remove it")
+    return sorted(files)
+
+
+def _is_shown(name: str) -> bool:
+    return not name.startswith(".") and name != PYTHONS_CACHE
 
 
 def list_files(inputs: Sequence[str | Path]) -> list[Path]:
@@ -312,24 +364,20 @@ def list_files(inputs: Sequence[str | Path]) -> list[Path]:
 
     Raises UserError for what is missing, and for files of unknown kinds that do not begin as text.
     """
-    files: list[Path] = []
+    listed: list[Path] = []
     for path in map(Path, inputs):
-        if os.path.isfile(path):  # False also for a loop of links, or a name that is too long
-            files.append(path)
-            continue
-        inside = []
-        if os.path.isdir(path):
-            for file in sorted(path.rglob("*")):
-                parts = file.relative_to(path).parts
-                is_hidden = any(part.startswith(".") or part == PYTHONS_CACHE for part in parts)
-                if file.is_file() and not is_hidden:
-                    inside.append(file)
+        inside = [path]
+        if not os.path.isfile(path):  # False also for a loop of links, or a name that is too long
+            inside = files_in(path) if os.path.isdir(path) else []
         if not inside:
             raise UserError(
                 f"--input: {path} is neither a file nor a folder with files in it (looked from"
                 f" {Path.cwd()}) - give existing files or folders"
             )
-        files += inside
+        listed += inside
+    files = list({os.path.realpath(path): path for path in listed}.values())
+    if len(files) < len(listed):
+        log.warning("--input: %d files are given twice, and read once", len(listed) - len(files))
 
     unknown = [path for path in files if _reader(path.name) is None]
     for path in unknown:
@@ -367,23 +415,42 @@ def files_of_part(files: Sequence[AnyFile], part: tuple[int, int]) -> Sequence[A
     return files[(number - 1) * count // parts : number * count // parts]
 
 
+def json_value(content: bytes, where: str) -> Any:
+    """The value of a line, or of a file, of JSON; UserError if it is none."""
+    try:
+        return READ_JSON(content.decode("utf-8", "surrogatepass"))
+    except (ValueError, RecursionError) as fault:
+        raise UserError(
+            f"{where}: cannot be read as JSON in UTF-8 ({str(fault)[:200]}) - mend or remove it:"
+            " each line is an entry, or the file is one array"
+        ) from None
+
+
+def value_at(entry: Any, key: str) -> Any:
+    """What an entry has under a key, with a dot for what lies deeper; None if it has nothing."""
+    if isinstance(entry, dict) and key in entry:
+        return entry[key]
+    for part in key.split("."):
+        entry = entry.get(part) if isinstance(entry, dict) else None
+    return entry
+
+
 def text_of(entry: Any, keys: Sequence[str], where: str) -> str:
     """The text of an entry, as lm_dataformat stores it.
 
     An entry is a bare string, or an object with text or a list of paragraphs under a key.
     """
-    text = entry
-    if isinstance(entry, dict):
-        values = map(entry.get, keys)
-        text = next((value for value in values if value is not None), None)
-        if isinstance(text, list) and all(isinstance(part, str) for part in text):
-            text = "\n\n".join(text)
+    if isinstance(entry, str):
+        return entry
+    values = [value_at(entry, key) for key in keys]
+    text = next((value for value in values if value is not None), None)
+    if isinstance(text, list) and all(isinstance(part, str) for part in text):
+        text = "\n\n".join(text)
     if isinstance(text, str):
         return text
-    has = f"the keys {', '.join(entry)}" if isinstance(entry, dict) else "no keys"
     raise UserError(
-        f"{where}: has no text under '{' or '.join(keys)}', it has {has} - say which one holds"
-        " the text with --text-key"
+        f"{where}: has no text under '{' or '.join(keys)}', it is {ABRIDGED.repr(entry)} - say"
+        " which key holds the text with --text-key, or remove the entry"
     )
 
 

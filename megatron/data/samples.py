@@ -8,6 +8,7 @@ import hashlib
 import logging
 import shutil
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -19,9 +20,13 @@ from numpy.typing import NDArray
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.files import check_regular, folder_beside, sync
-from megatron.splits import PARTS, parse_split, plain_sum
+from megatron.splits import PARTS, SPLIT, parse_split, plain_sum
 
 log = logging.getLogger(__name__)
+HELD_OUT = (
+    "the last documents, of files the last by name; `split`, the order of --input or"
+    " valid_data_paths choose others (docs/data.md)"
+)
 DOCUMENTS = 1 << 20  # whose ends are computed at a time
 FORMAT = 1  # part of the name of kept maps: raise it when they change
 
@@ -102,7 +107,7 @@ class Samples:
 
 def build_split(
     tokens: TokenFile,
-    split: str = "949,50,1",
+    split: str = SPLIT,
     part: str = "valid",
     length: int = 512,
     seed: int = 1234,
@@ -113,6 +118,8 @@ def build_split(
     Raises UserError if the part is empty.
     """
     plan = _plan(tokens, split, part, length, seed, num_samples)
+    if part == "train":
+        log.info("%s: %s", tokens.prefix, split_in_words(tokens, split))
     if plan.tokens_per_epoch <= length:
         # As the reference does. In evaluation it flatters a model that uses distant tokens.
         log.warning(
@@ -175,6 +182,19 @@ def split_documents(tokens: TokenFile, split: str, part: str) -> range:
             f"- give {part} a larger share, or prepare more documents"
         )
     return documents
+
+
+def split_in_words(tokens: TokenFile, split: str = SPLIT) -> str:
+    """Documents and tokens of every part, and which are held out."""
+    parse_split(split)
+    words = []
+    for part in PARTS:
+        documents = range(0)
+        with suppress(UserError):
+            documents = split_documents(tokens, split, part)
+        size = int(tokens.sizes[documents.start : documents.stop].sum(dtype=np.int64))
+        words.append(f"{part} {len(documents):,} documents, {size:,} tokens")
+    return f"split {split}: {'; '.join(words)}; held out are {HELD_OUT}"
 
 
 # --- The order of documents and of samples ---

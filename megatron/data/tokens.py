@@ -310,6 +310,9 @@ class TokenWriter:
             if self.meta:
                 facts = self.meta | {"documents": self.documents, "tokens": self.tokens}
                 facts["sha256"] = {"bin": self._digest.hexdigest(), "idx": sha256_of(index)}
+                # A file's name that is not UTF-8 cannot be written in JSON.
+                text = json.dumps(facts, ensure_ascii=False).encode(errors="replace")
+                facts = json.loads(text)
                 facts[CHECKSUM] = checksum(facts)
                 card.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 

@@ -23,7 +23,7 @@ def prefix(tmp_path):
 
 
 def test_the_text_and_the_numbers_name_what_is_there(prefix, tmp_path, capsys):
-    assert main([str(prefix), "--samples", "99999999"]) == 0
+    assert main([str(prefix), "--samples", "99999999", "--split", "2,1,0"]) == 0
     text = capsys.readouterr().out
     spaces = "".join(TEXTS).count(" ")
     unused = 512 - len({*"".join(TEXTS).encode(), 0})
@@ -35,6 +35,7 @@ def test_the_text_and_the_numbers_name_what_is_there(prefix, tmp_path, capsys):
         "512             1    33.3%         99.4%          64.1%               2\n",
         f"Tokens of 3 of 3 documents: {unused} of 512 ids never occur",
         f"      32 {spaces:>14,}",
+        "split 2,1,0: train 2 documents, 10 tokens; valid 1 documents, 1,441 tokens; test 0",
         "--- document 0, 9 tokens, begins ---\nthe cat\n",
     ):
         assert words in text

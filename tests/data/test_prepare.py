@@ -5,6 +5,7 @@ import os
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from megatron.data.corpora import recipes
 from megatron.data.corpora.source_code import StandardLibrary
@@ -75,12 +76,36 @@ def test_stdlib_becomes_token_files_with_a_tokenizer_and_a_card(tmp_path, small_
 
 
 def test_documents_keep_their_order_and_those_without_text_are_left_out(tmp_path, text):
+    text = text.rename(os.fsdecode(bytes(tmp_path) + b"/\xff.jsonl"))
     summary = own(text, tmp_path, "-t", "CharLevelTokenizer")
     tokens = TokenFile.open(tmp_path / "mine" / "mine_text_document")
     got = [tokens.read(index).astype(np.uint8).tobytes() for index in range(len(tokens))]
     assert got == [document.encode() + b"\0" for document in TEXTS if document]
     assert "left out, blank document: 1\n" in summary
     assert tokens.meta["skips"] == {"blank document": 1}
+    sizes = [len(document.encode()) + 1 for document in TEXTS if document]
+    parts = f"train 4 documents, {sum(sizes):,} tokens; valid 0 documents, 0 tokens; test 0 doc"
+    assert f"split 949,50,1: {parts}" in summary
+    assert "; held out are the last documents, of files the last by name; `split`, the" in summary
+    verify_summary = run(["--verify", str(tokens.prefix)])
+    assert verify_summary.endswith("are whole (sha256 and vocabulary)")
+
+
+def test_what_a_tokenizer_cannot_say_is_counted_or_named(tmp_path, caplog):
+    text = tmp_path / "in.txt"
+    text.write_text("a b\tc")
+    pieces = [["<unk>", 0.0], ["a", -1.0], ["b", -1.0]]
+    inner = Tokenizer(models.Unigram([tuple(piece) for piece in pieces], unk_id=0))
+    inner.normalizer = normalizers.Replace("\t", " ")
+    inner.decoder = decoders.Fuse()
+    inner.add_special_tokens(["<|endoftext|>"])
+    inner.save(str(tmp_path / "t.json"))
+    summary = own(text, tmp_path, "--vocab-file", str(tmp_path / "t.json"))
+    assert "left out, text that is the unknown token: 2" in summary
+    assert (
+        "1 of the first 1 texts do not come back from their tokens as they were, such as 'a b\\tc':"
+        in caplog.text
+    )
 
 
 def test_what_was_prepared_from_something_else_is_kept_unless_overwritten(tmp_path, text):
@@ -107,7 +132,7 @@ def test_a_fault_leaves_everything_as_it_was(tmp_path, text, monkeypatch):
     data = tmp_path / "data"
     bad = tmp_path / "bad.jsonl"
     cases = {
-        '{"text": "fine"}\n{"text": \n': r"bad\.jsonl:2: is not JSON",
+        '{"text": "fine"}\n{"text": \n': r"bad\.jsonl:2: cannot be read as JSON",
         '{"text": ""}\n\n': "mine_text_document: no tokens to write - the input has no documents",
     }
 

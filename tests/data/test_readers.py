@@ -64,6 +64,13 @@ def test_every_kind_of_file_gives_its_documents_back(tmp_path):
         "c.json.gz": gzip.compress(lines(TEXTS)),
         "c.jsonl.zst": frames,
         "c.parquet": table(TEXTS),
+        "c.json": lines(TEXTS),
+        "C.JSONL": b"\xef\xbb\xbf" + lines(TEXTS),
+        "C.Ndjson.GZ": gzip.compress(lines(TEXTS)),
+        "array.jsonl": json.dumps(TEXTS).encode(),
+        "array.json.zst": zstandard.compress(
+            json.dumps([{"text": t} for t in TEXTS], indent=1).encode()
+        ),
     }
     for name, content in contents.items():
         assert read(tmp_path / name, content)[0] == TEXTS, name
@@ -78,6 +85,8 @@ def test_every_kind_of_file_gives_its_documents_back(tmp_path):
 def test_entries_of_json_lines_are_read_as_lm_dataformat_writes_them(tmp_path):
     content = '\ufeff"bare"\n\n{"text": ["one", "two"]}\r\n{"text": "a\\ud800b \\ud83d\\ude42"}'
     assert read(tmp_path / "c.jsonl", content.encode())[0] == ["bare", "one\n\ntwo", "a\ufffdb 🙂"]
+    beside = b'{"text": "one", "sum": ' + b"7" * 5000 + b', "mean": NaN}'
+    assert read(tmp_path / "c.jsonl", beside)[0] == ["one"]
     several = b'{"text": null, "body": "a"}\n{"body": "b", "text": "c"}'
     assert read(tmp_path / "c.jsonl", several, keys=["text", "body"])[0] == ["a", "c"]
     assert read(tmp_path / "c.txt", "\ufeffone\n\ntwö\n".encode())[0] == ["one\n\ntwö\n"]
@@ -95,8 +104,17 @@ def test_folders_are_read_in_the_order_of_their_names(tmp_path, caplog):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(text)
-    assert list(Files("c", [tmp_path]).documents()) == ["1", "2", "3"]
+    (tmp_path / "deep" / "loop").symlink_to(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "linked").symlink_to(tmp_path / "deep")
+    corpus = Files("c", [tmp_path / "folder", tmp_path, tmp_path / "b.txt"])
+    assert list(corpus.documents()) == ["3", "1", "2"]
     assert "files of other kinds are read as plain text, one document each: 1, such" in caplog.text
+    assert "--input: 4 files are given twice, and read once" in caplog.text
+    (tmp_path / "folder" / "broken").symlink_to("nothing")
+    with pytest.raises(UserError, match=r"broken: is a link to nothing, a pipe or"):
+        Files("c", [tmp_path])
+    (tmp_path / "folder" / "broken").unlink()
     for content in (b"\xff\xfea\x00", b"text\x00text"):
         (tmp_path / "a.rst").write_bytes(content)
         with pytest.raises(UserError, match=r"a\.rst is neither UTF-8 text nor of a kind that is"):
@@ -109,7 +127,6 @@ def test_a_damaged_file_is_an_error_and_not_a_shorter_corpus(tmp_path):
         ("c.jsonl.gz", gzip.compress(lines(TEXTS))[:-20], "is cut off or damaged (Compressed file"),
         ("c.jsonl.zst", zstandard.compress(lines(TEXTS))[:-20], "inside its last zstd frame"),
         ("c.parquet", table(TEXTS)[:-20], "cannot be read as a table"),
-        ("c.parquet", table([None]), "row 1: has no text under 'text', it has the keys text"),
         ("c.tar", tar[:1024], "is cut off or damaged as a tar archive (empty header)"),
         ("c.tar", tar[:1100], "is cut off or damaged as a tar archive (truncated header)"),
         ("c.tar", tar[:1024] + b"x" + tar[1025:], "as a tar archive (bad checksum)"),
@@ -120,6 +137,23 @@ def test_a_damaged_file_is_an_error_and_not_a_shorter_corpus(tmp_path):
             read(tmp_path / name, content)
         assert f"{name}: " in str(caught.value)
         assert message in str(caught.value)
+
+
+NO_TEXT = {
+    "c.parquet: row 1: has no text under 'text', it is {'text': None} - say which": table([None]),
+    "c.jsonl:2: has no text under 'text', it is {'text': 4.5} - say which": b'"a"\n{"text": 4.5}',
+    "c.json: entry 2: has no text under 'text', it is [3.0] - say which": b'["a", [3]]',
+    "c.json:1: cannot be read as JSON in UTF-8 (Expecting prop": b'{\n"text": "a"}',
+    "c.json: cannot be read as JSON in UTF-8 (maximum recursion": b"[" * 10**5,
+    "c.txt: holds JSON lines, and its name does not say so - give it": LINES,
+}
+
+
+@pytest.mark.parametrize("message", NO_TEXT)
+def test_what_is_no_text_is_named(tmp_path, message):
+    with pytest.raises(UserError) as caught:
+        read(tmp_path / message.partition(":")[0], NO_TEXT[message])
+    assert message in str(caught.value)
 
 
 def test_files_in_archives_are_read_in_their_order(tmp_path):
@@ -155,6 +189,11 @@ def test_nothing_of_an_archive_reaches_the_disk(tmp_path):
 
 
 def test_only_the_entries_of_one_component_are_kept(tmp_path):
+    assert read(tmp_path / "c.jsonl", LINES, keys=["meta.set"])[0] == ["A", "B"]
+    rows = pyarrow.table({"meta": [{"set": "A", "n": 1}], "meta.n": ["B"]})
+    parquet.write_table(rows, tmp_path / "c.parquet")
+    for key, text in (("meta.set", "A"), ("meta.n", "B")):
+        assert list(Files("c", [tmp_path / "c.parquet"], [key]).documents()) == [text]
     documents, corpus = read(tmp_path / "c.jsonl", LINES + b'"bare"', keep=Keep("meta.set", "B"))
     assert documents == ["two"]
     assert corpus.skips == {"not meta.set = B": 2}
@@ -190,6 +229,11 @@ def test_documents_and_files_are_as_large_as_the_limits_at_most(tmp_path, monkey
     archive = zstandard.compress(packed({f"{number}.jsonl.zst": bomb for number in range(9)}))
     with pytest.raises(UserError, match=r"100 times its size - it is no text; raise --max-unpack"):
         read(tmp_path / "c.tar.zst", archive, limits=Limits(ratio=100))
+    for texts in (["a" * MB], ["a" * 1000] * 1000):  # the second is a dictionary of one word
+        with pytest.raises(
+            UserError, match=r"c\.parquet: unpacks to more than .* 10 times its size"
+        ):
+            read(tmp_path / "c.parquet", table(texts), limits=Limits(ratio=10))
     documents, _ = read(tmp_path / "c.tar.zst", archive, limits=Limits(ratio=100_000))
     assert len(documents) == 180_000
 

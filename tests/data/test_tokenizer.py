@@ -229,6 +229,7 @@ def test_wrong_files_are_explained(folder, tmp_path):
         "endless": json.dumps(without_end).encode(),
         "foreign": b"#version: 0.2\nzq xq\n",
         "t5.json": unigram(END),
+        "marked": b"\xef\xbb\xbf" + vocab_text.encode(),
         "cut.model": (folder / "tokenizer.model").read_bytes()[:3000],
         "cl100k_base.tiktoken": ranks_file(),
         "mine.tiktoken": ranks_file(),
@@ -238,6 +239,7 @@ def test_wrong_files_are_explained(folder, tmp_path):
         (tmp_path / name).write_bytes(content)
     cases = [
         ("GPT2BPE", "merges.txt vocab.json", "are not GPT-2's vocab.json and merges.txt - give"),
+        ("GPT2BPE", "marked merges.txt", "marked begins with a byte order mark - save it without"),
         ("GPT2BPE", "numbers merges.txt", "does not give every token its own number"),
         ("GPT2BPE", "highest merges.txt", "the number 100000000, but has only 401"),
         ("GPT2BPE", "endless merges.txt", "lacks 1 of the 256 bytes and <|endoftext|>"),
@@ -257,6 +259,30 @@ def test_wrong_files_are_explained(folder, tmp_path):
         assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match=r"has no tokenizer\.json - let transformers write it"):
         build_tokenizer("HFTokenizer", folder / "slow")
+
+
+def letters(path, *, dropout=None, unknown=None):
+    """A tokenizer.json of a few letters: the library's own tokenizer."""
+    vocab = {letter: number for number, letter in enumerate([END, "c", "a", "b", "t", "ca", "cab"])}
+    merges = [("c", "a"), ("ca", "b")]
+    inner = Tokenizer(models.BPE(vocab, merges, dropout=dropout, unk_token=unknown))
+    inner.add_special_tokens([END])
+    inner.save(str(path))
+    return inner
+
+
+def test_no_character_is_lost_and_no_token_is_random(tmp_path):
+    whole = letters(tmp_path / "whole.json")
+    letters(tmp_path / "random.json", dropout=0.9)
+    tokenizer = build_tokenizer("HFTokenizer", tmp_path / "random.json")
+    assert tokenizer.encode_batch(["cabat"] * 50) == [whole.encode("cabat").ids] * 50
+    assert len(whole.encode("cabot").ids) == 2, "the library leaves a letter out"
+    with pytest.raises(UserError, match=r"has no token for 'o' and would leave it out - give a"):
+        tokenizer.encode_batch(["cabat", "cabot"])
+    assert json.loads(tokenizer.to_json()) == json.loads(whole.to_str())
+    letters(tmp_path / "unknown.json", unknown="a")
+    tokenizer = build_tokenizer("HFTokenizer", tmp_path / "unknown.json")
+    assert tokenizer.encode("cabot") == [6, 2, 4]
 
 
 # --- Bytes of tokens, for bits per byte ---

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from megatron.data.corpora.download import DownloadFault, Remote, Source, download, fetch, matching
 from megatron.data.corpora.source_code import Environment, Package, Repeats, StandardLibrary
-from megatron.data.readers import Corpus, Files, Keep, Limits, files_of_part
+from megatron.data.readers import Corpus, Files, Keep, Limits, files_in, files_of_part
 from megatron.errors import UserError, did_you_mean
 from megatron.files import ROOT, atomic_write, sha256_of
 from megatron.folder_lock import owned_file
@@ -216,7 +216,7 @@ def at_hand(name: str, recipe: Recipe, folder: Path) -> list[Path]:
 
     Files under the names of a source go first, then those of `at_hand`.
     """
-    files = {one.relative_to(folder).as_posix(): one for one in folder.rglob("*") if one.is_file()}
+    files = {path.relative_to(folder).as_posix(): path for path in files_in(folder)}
     for source in recipe.sources:
         names = matching(files, source.names)
         if not names:

@@ -174,6 +174,8 @@ class Environment(Corpus):
             self._refuse("; ".join(faults))
         of_train = [fixed for fixed in packages.values() if fixed.part == "train"]
         self.to_train_on = sum(fixed.documents for fixed in of_train)
+        documents = sum(fixed.documents for fixed in packages.values())
+        self.about["split"] = f"{self.to_train_on},{documents - self.to_train_on},0"
 
     @cached_property
     def files(self) -> dict[str, list[File]]:

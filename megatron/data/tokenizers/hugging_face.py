@@ -4,6 +4,7 @@ GPT2BPETokenizer is vocab.json and merges.txt, as OpenAI wrote them. HFTokenizer
 tokenizer.json, or a folder that holds one.
 """
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,11 +13,12 @@ from typing import Any
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
-from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
+from tokenizers import ByteLevelBPETokenizer, models, pre_tokenizers
 
 from megatron.data.tokenizers.tokenizer import (
     BREAK,
     END_OF_DOCUMENT,
+    LostCharacter,
     as_json,
     check_numbers,
     hash_of,
@@ -30,6 +32,9 @@ BESIDE = "tokenizer_config.json"  # of Hugging Face, beside tokenizer.json
 METASPACE = "▁"  # how SentencePiece writes a space
 BYTES_OF_FALLBACK = tuple(f"<0x{byte:02X}>" for byte in range(256))
 SPLITS = ("ByteLevel", "Digits", "Punctuation", "Split", "Metaspace")  # by these nothing is lost
+# The unknown token of a BPE without one. It is in no vocabulary, so that the library refuses to
+# encode what it would leave out.
+NO_TOKEN = "<megatron: no token>"
 MARKS_SPACES = (
     {"type": "Prepend", "prepend": METASPACE},
     {"type": "Replace", "pattern": {"String": " "}, "content": METASPACE},
@@ -43,11 +48,14 @@ class Subwords:
         # A tokenizer.json may ask for these. Documents are never cut or padded here.
         inner.no_truncation()
         inner.no_padding()
+        model = inner.model
+        if isinstance(model, models.BPE):
+            model.dropout = None  # with it ids are random
         parts = json.loads(inner.to_str())
         unknown = parts["model"].get("unk_token")
         self.name = name
         self.eod = eod
-        self.unknown = inner.token_to_id(unknown) if unknown else None
+        self.unknown = inner.token_to_id(unknown) if unknown else parts["model"].get("unk_id")
         self.hash = fingerprint
         self.cuttable = _cuts_are_safe(parts)
         # Special tokens are not looked for in documents; others may stand across words.
@@ -56,6 +64,8 @@ class Subwords:
         self.by_words = self.cuttable and after["type"] == "ByteLevel" and not across_words
         self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values()) + 1
         inner.encode_special_tokens = True  # a document never contains its own end
+        if isinstance(model, models.BPE) and unknown is None:
+            model.unk_token = NO_TOKEN
         self._inner = inner
 
     def encode(self, text: str) -> list[int]:
@@ -64,11 +74,30 @@ class Subwords:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text; the library works on all cores (RAYON_NUM_THREADS limits it).
 
-        UserError if the files promise a token that they lack.
+        UserError if the files promise a token that they lack, or have none for a character.
         """
-        with naming_faults(f"vocab_file: {self.name} cannot encode a text", "copy its files again"):
-            encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        fault = f"vocab_file: {self.name} cannot encode a text"
+        try:
+            with naming_faults(fault, "copy its files again"):
+                encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        except UserError as error:
+            if NO_TOKEN not in str(error):
+                raise
+            characters = dict.fromkeys("".join(texts))
+            lost = next(filter(self._leaves_out, characters), "a character")
+            raise LostCharacter(
+                f"vocab_file: {self.name} {self.hash} has no token for {lost!r} and would leave it"
+                " out - give a tokenizer with bytes (ByteLevel with its whole alphabet, or"
+                " byte_fallback) or an unknown token, or take such characters out of the text"
+            ) from None
         return [encoding.ids for encoding in encodings]
+
+    def _leaves_out(self, character: str) -> bool:
+        try:
+            self._inner.encode(character)
+        except Exception:  # the library has no other
+            return True
+        return False
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._inner.decode(list(ids), skip_special_tokens=False)
@@ -131,7 +160,10 @@ class Subwords:
 
     def to_json(self) -> str:
         """The text of its tokenizer.json."""
-        return self._inner.to_str()
+        content = json.loads(self._inner.to_str())
+        if content["model"].get("unk_token") == NO_TOKEN:
+            content["model"]["unk_token"] = None
+        return json.dumps(content, ensure_ascii=False)
 
 
 def _cuts_are_safe(parts: dict[str, Any]) -> bool:
@@ -146,7 +178,7 @@ def _cuts_are_safe(parts: dict[str, Any]) -> bool:
     normalizer = (parts["normalizer"] or {"type": None})["type"]
     if not is_gpt2 or before.get("add_prefix_space") or normalizer not in (None, "NFC"):
         return False
-    if parts["model"]["type"] != "BPE" or parts["model"].get("dropout"):
+    if parts["model"]["type"] != "BPE":
         return False
     return all(
         token["special"]
@@ -187,7 +219,6 @@ def gpt2(vocab_path: Path, merge_path: Path) -> Subwords:
             " HFTokenizer"
         )
     check_numbers(list(vocab.values()), vocab_path)
-    # The library drops letters that it does not know without a word.
     missing = {*pre_tokenizers.ByteLevel.alphabet(), END_OF_DOCUMENT} - vocab.keys()
     if missing:
         raise UserError(
@@ -254,10 +285,11 @@ def hugging_face(path: Path) -> Subwords:
         with naming_faults(*reading):
             inner = tokenizers.Tokenizer.from_str(json.dumps(content))
     built = Subwords("HFTokenizer", inner, eod, fingerprint)
-    if eod in built.encode(f"one {end} two{end}three"):
-        raise UserError(
-            f"vocab_file: {path} gives the text '{end}' in a document the number that ends"
-            " documents - take it out of the model's vocabulary and into added_tokens, or use its"
-            " SentencePiece model (tokenizer_type: SPMTokenizer)"
-        )
+    with contextlib.suppress(LostCharacter):
+        if eod in built.encode(f"one {end} two{end}three"):
+            raise UserError(
+                f"vocab_file: {path} gives the text '{end}' in a document the number that ends"
+                " documents - take it out of the model's vocabulary and into added_tokens, or use"
+                " its SentencePiece model (tokenizer_type: SPMTokenizer)"
+            )
     return built

@@ -29,6 +29,10 @@ BREAK = re.compile(r"\S(?=[ \n])")
 SOLID = frozenset("LNPS")
 
 
+class LostCharacter(UserError):
+    """A text has a character that a tokenizer has no token for, not even an unknown one."""
+
+
 class Tokenizer(Protocol):
     """Text to ids and back.
 
@@ -154,6 +158,8 @@ def read_text(path: Path, key: str) -> str:
         text = read_bytes(path, key).decode()
     except UnicodeDecodeError:
         raise UserError(f"{key}: {path} is not text - give a tokenizer's file") from None
+    if text.startswith("\ufeff"):
+        raise UserError(f"{key}: {path} begins with a byte order mark - save it without")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
