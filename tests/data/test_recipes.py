@@ -336,7 +336,7 @@ def test_any_data_set_is_read_as_a_stream(hub, prepare, tmp_path):
     assert not (tmp_path / "data/download").exists()
     for words, message in {
         "--revision v9": "hf:someone/texts: cannot be read (",
-        "--text-key txt": "row 1: has no text under 'txt', it has the keys text, ",
+        "--text-key txt": "row 1: has no text under 'txt', it is {'meta': {",
     }.items():
         done = prepare("hf:someone/texts", *words.split(), "-d", "other")
         assert done.returncode == 1

@@ -14,6 +14,7 @@ from megatron.data import tasks
 from megatron.data.loader import batches
 from megatron.data.parts import open_parts
 from megatron.data.tasks import PADDING, TASKS, TaskText
+from megatron.errors import UserError
 from prepare_data import run
 from tests.support import ROOT
 
@@ -163,11 +164,19 @@ def test_a_window_has_the_largest_problem_that_fits_and_too_short_ones_are_refus
     assert found == {smallest + more * step for step in range(len(sizes))}
 
 
-def test_no_problem_is_measured_twice():
+def test_no_problem_is_measured_twice(monkeypatch, caplog):
     windows = TaskText("parity").windows("valid", 8, 320)  # of 7 bits: 128 problems in all parts
     assert len({window.tobytes() for window in windows}) == len(windows)
     assert 8 < len(windows) < 32
     assert len(TaskText("parity").windows("valid", 32, 320)) == 320
+    with pytest.raises(
+        UserError, match=r"--windows: 100000000 problems of 65536 tokens need 210 T"
+    ):
+        TaskText("parity").windows("valid", 65536, 10**8)
+    monkeypatch.setattr(tasks, "SILENCE", 0)
+    with caplog.at_level("INFO"):
+        TaskText("parity").windows("valid", 8, 2)
+    assert "task:parity: 1 of 2 problems of 8 tokens after 1 of 20 draws" in caplog.text
 
 
 def test_the_vocabulary_is_the_words_that_occur():

@@ -58,6 +58,7 @@ def cell_of(rows):
         ("kerple-table7", "github", "kerple_bias_3para", 512, ["0.351"]),
         ("kerple-table9-len1024", "arxiv", "t5", 16384, ["16.0", "4.77"]),
         ("kerple-table9-1.3b", "openwebtext2", "kerple_log", 8192, ["16.9", "0.7"]),
+        ("alibi-table5", "wikitext103", "alibi+trained_at_1024", 2048, ["18.05"]),
         ("kerple-table10", "wikitext103", "alibi", 3072, ["18.40"]),
         ("kerple-table10-len2048", "wikitext103", "kerple_log", 3072, ["17.56"]),
         ("su-rerope", "not_repeated", "rotary+rerope_256+logn", 4096, ["48.85"]),
