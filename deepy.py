@@ -10,7 +10,6 @@ process that failed. With a hostfile DeepSpeed's launcher starts the processes: 
 kills them within 30 seconds and exits with 1.
 """
 
-import argparse
 import os
 import re
 import shutil
@@ -25,12 +24,12 @@ import torch
 
 from megatron import entry
 from megatron.checkpoints.saved import with_parent
-from megatron.cli_errors import print_line, status_of
+from megatron.cli_errors import CommandParser, print_line, status_of
 from megatron.config import Config
 from megatron.config.document import help_text
 from megatron.errors import UserError
 from megatron.files import ROOT, read_small
-from megatron.parallel.grid import free_port
+from megatron.parallel.grid import Grid, free_port
 from megatron.parallel.launcher import Launcher, environments
 from megatron.training.batches import likely_rows
 from megatron.training.fits import check_fits
@@ -106,9 +105,9 @@ def find_script(name: str) -> Path:
 
 def checked_config(script: Path, words: Sequence[str]) -> Config | None:
     """The configuration that the script will load; None if the words name none."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = CommandParser(add_help=False, allow_abbrev=False)
     entry.add_conf_dir(parser)
-    parser.add_argument("--checkpoint")
+    parser.add_argument("--checkpoint", type="path")
     parser.add_argument("--step")
     given, others = parser.parse_known_args(words)
     # Files come before the script's own options, whose values would look like files.
@@ -138,7 +137,11 @@ def launch(script: Path, words: Sequence[str], config: Config | None) -> NoRetur
     if config and script.name == "train.py":
         with_parent(config)  # a missing parent is found before processes start
         count = len(devices)
-        config.check_batch(count)
+        parallel = config.parallel
+        shared = Grid(ranks=count).sharing(
+            parallel.context_parallel_size, parallel.model_parallel_size
+        )
+        config.check_batch(shared.data_ranks)
         kind = torch.device("cuda" if cuda else "cpu")
         check_fits(config, likely_rows(config), ranks=count, ranks_here=count, device=kind)
 

@@ -37,7 +37,7 @@ from megatron.errors import UserError, in_words
 from megatron.files import remove
 from megatron.training.optimizer import keeping_settings
 from megatron.training.trainer import Trainer
-from megatron.training.universal import Engine, give, restore
+from megatron.training.universal import Engine, check_averages, give, restore
 
 logger = logging.getLogger(__name__)
 
@@ -190,11 +190,13 @@ def is_saved(step: int, settings: Checkpoint) -> bool:
 # --- resuming -------------------------------------------------------------------------------------
 
 
-def resume(trainer: Trainer, path: Path, written_by: Engine) -> None:
+def resume(trainer: Trainer, path: Path, written_by: Engine, *, updates: int = 1) -> None:
     """Load the engine's state of a folder global_stepN; code that its pickles name is not run.
 
     written_by: the engine that wrote it; the state of another one than this is converted
-    Raises UserError if the state cannot be loaded or is of another step.
+    updates: steps that changed the weights; before the first, an optimizer has no averages
+    Raises UserError if the state cannot be loaded or is of another step, or if its weights are not
+    those of model.safetensors.
     """
     engine, step = trainer.engine, step_of(path)
     assert step is not None
@@ -209,6 +211,9 @@ def resume(trainer: Trainer, path: Path, written_by: Engine) -> None:
             with _data_only(), keeping_settings(engine):
                 if written_by == now:
                     engine.load_checkpoint(str(path.parent), tag=path.name)
+                    if updates > 0:
+                        check_averages(engine)
+                    check_weights(trainer, path)
                 else:
                     logger.info("%s was written with %s; continuing with %s", path, written_by, now)
                     restore(trainer, path, written_by)
@@ -224,6 +229,19 @@ def resume(trainer: Trainer, path: Path, written_by: Engine) -> None:
         raise Damaged([f"{path}: the engine's state is that of step {engine.global_steps}"])
     trainer.step = step
     trainer.restore_exact_positions()
+
+
+def check_weights(trainer: Trainer, path: Path) -> None:
+    """Raises ValueError if an engine's weights are not those that evaluation reads.
+
+    Every rank calls this.
+    """
+    weights = full_weights(trainer, keep=trainer.grid.first)
+    if trainer.grid.first:
+        with safe_open(path / WEIGHTS, framework="pt") as file:
+            for name, weight in weights.items():
+                if not torch.equal(weight, file.get_tensor(name)):
+                    raise ValueError(f"{name} is another one than in {WEIGHTS}")
 
 
 def _stage(of: Any, name: str) -> Any:

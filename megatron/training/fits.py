@@ -29,6 +29,7 @@ from megatron.model.head import tokens_at_once
 from megatron.model.size import Parameters, parameters
 from megatron.parallel.machine import device_memory, in_bytes
 from megatron.positions.layers import ATTENTION, layers_of_kinds
+from megatron.training.trainer import shares_of
 
 ADAM = 8  # bytes of a number: two float32 averages
 FLOAT32 = 4
@@ -62,10 +63,10 @@ def needs(config: Config, vocab: int, ranks: int, device: torch.device) -> Train
     number = FLOAT32 if config.precision.dtype == "fp32" else 2
     masters = 0 if config.precision.dtype == "fp32" else FLOAT32
     # Ranks that share layers have the embedding whole.
-    shares = config.parallel.model_parallel_size
+    shares = shares_of(config).ranks
     embedding = vocab * config.model.hidden_size
     own = embedding + (whole - embedding) // shares
-    ranks //= shares
+    ranks = max(1, ranks // shares)
     state = number * own // (ranks if stage == 3 else 1)
     state += number * own // (ranks if stage >= 2 else 1)
     state += (ADAM + masters) * own // (ranks if stage >= 1 else 1)

@@ -34,6 +34,7 @@ from megatron.training.metrics import (
     utilisation,
 )
 from megatron.training.noise_scale import NoiseScale
+from megatron.training.optimizer import learning_rate
 from megatron.training.profiling import Profiling
 from megatron.training.start import (
     load_matching_weights,
@@ -104,6 +105,14 @@ def train(config: Config, grid: Grid) -> Path | None:
             logger.info("step %d of %d: nothing left to train", start.step, steps)
             return start.before.path if start.before else None
 
+        optimizer = config.optimizer
+        decayed = optimizer.lr_decay_iters
+        if decayed < steps and optimizer.lr and not learning_rate(steps - 1, optimizer):
+            logger.info(
+                f"note: lr_decay_iters: after step {decayed} of {steps} the learning rate is 0, so"
+                " nothing is learned; raise it or min_lr, or lower train_iters"
+            )
+
         # Build: the model, its batches, and the engine.
         with shared_faults(grid):
             here = local_processes()
@@ -138,7 +147,8 @@ def train(config: Config, grid: Grid) -> Path | None:
             resumed_at = start.step
             ranks = start.record.get("ranks", grid.ranks)
             written_by = Engine.of(start.before.config, ranks)
-            checkpoint.resume(trainer, start.before.path, written_by)
+            updates = start.step - start.record.get("skipped", 0)
+            checkpoint.resume(trainer, start.before.path, written_by, updates=updates)
 
         # What surrounds the loop.
         folder = Path(save_to) if save_to else None

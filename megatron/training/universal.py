@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from megatron.checkpoints.manifest import WEIGHTS
 from megatron.config import Config
+from megatron.errors import UserError
 from megatron.parallel.tensor import Shares
-from megatron.training.optimizer import named_groups
+from megatron.training.optimizer import MuonBesideAdam, named_groups
 from megatron.training.trainer import Trainer, shares_of
 
 AVERAGES = ("exp_avg", "exp_avg_sq")
@@ -91,15 +92,9 @@ def give(trainer: Trainer, weight: Callable[[str], Tensor], adam: AdamState | No
 
     engine, tensor = trainer.engine, trainer.tensor
     stage = engine.zero_optimization_stage()
-    parameters = list(engine.module.named_parameters())
     optimizer = engine.optimizer.optimizer if stage else engine.optimizer
     if adam is not None:
-        flat_groups = [parameter for _, parameter in parameters]
-        if stage == 3:
-            flat_groups = engine.optimizer.fp32_partitioned_groups_flat
-        elif stage:
-            flat_groups = [group["params"][0] for group in optimizer.param_groups]
-        for flat in flat_groups:
+        for flat in updated_tensors(engine):
             averages = {key: torch.zeros_like(flat) for key in AVERAGES}
             optimizer.state[flat] = averages
             if isinstance(optimizer, torch.optim.AdamW):
@@ -112,8 +107,14 @@ def give(trainer: Trainer, weight: Callable[[str], Tensor], adam: AdamState | No
         if stage in (1, 2):
             engine.optimizer._lazy_init_hp_params_optimizer_state()
 
-    for name, parameter in parameters:
+    for name, parameter in engine.module.named_parameters():
         given = tensor.own(name, weight(name))
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO 3 divides it
+        if given.shape != shape:
+            raise UserError(
+                f"{WEIGHTS}: {name} has the shape {list(given.shape)}, and this model's has"
+                f" {list(shape)} - copy the checkpoint again"
+            )
         averages = {}
         if adam is not None:
             averages = {key: tensor.own(name, adam.average(name, key)) for key in AVERAGES}
@@ -144,6 +145,47 @@ def give(trainer: Trainer, weight: Callable[[str], Tensor], adam: AdamState | No
         engine.optimizer.update_lp_params()
 
 
+def updated_tensors(engine: Any) -> list[Tensor]:
+    """What the optimizer updates: the parameters, or with ZeRO this rank's flat parts of them."""
+    stage = engine.zero_optimization_stage()
+    if stage == 0:
+        return list(engine.module.parameters())
+    if stage == 3:
+        return engine.optimizer.fp32_partitioned_groups_flat
+    return [group["params"][0] for group in engine.optimizer.optimizer.param_groups]
+
+
+def check_averages(engine: Any) -> None:
+    """Raises ValueError if the optimizer lacks an average of what it updates, or has another shape.
+
+    torch's fused Adam would read and write outside of such a tensor.
+    """
+    optimizer = engine.optimizer.optimizer if engine.zero_optimization() else engine.optimizer
+    by_muon: set[int] = set()
+    if isinstance(optimizer, MuonBesideAdam):
+        by_muon = {id(parameter) for parameter in optimizer.param_groups[0]["params"]}
+    # An encoding acts on the embeddings once, so those of later layers have no gradients.
+    later = [one for one in engine.module.positions[1:] if one.has("on_embeddings")]
+    idle = {id(parameter) for one in later for parameter in one.parameters()}
+    for number, tensor in enumerate(updated_tensors(engine)):
+        shapes = dict.fromkeys(AVERAGES, tensor.shape)
+        if id(tensor) in by_muon:
+            shapes = {"momentum_buffer": tensor.shape}
+        elif isinstance(optimizer, torch.optim.AdamW | MuonBesideAdam):  # apex counts elsewhere
+            shapes["step"] = torch.Size()
+        state = optimizer.state.get(tensor, {})
+        if id(tensor) in idle and not state:
+            continue
+        for key, shape in shapes.items():
+            if key not in state:
+                raise ValueError(f"{key} of tensor {number} is missing")
+            if state[key].shape != shape:
+                held = list(state[key].shape)
+                raise ValueError(
+                    f"{key} of tensor {number} has the shape {held}, not {list(shape)}"
+                )
+
+
 # --- reading the files of an engine ---------------------------------------------------------------
 
 
@@ -152,6 +194,9 @@ def _read(
 ) -> AdamState:
     """shapes: of whole parameters. Raises ValueError if a piece is missing."""
     shares = written_by.shares
+    shape_of_part = {}
+    for name, shape in shapes.items():
+        shape_of_part[name] = shares.part(name, torch.empty(shape, device="meta"), 0).shape
     # Flat pieces of (the tensor rank's part, parameter, key), by data rank.
     pieces: dict[tuple[int, str, str], list[Tensor]] = defaultdict(list)
     for owner, rank in itertools.product(range(shares.ranks), range(written_by.ranks)):
@@ -185,14 +230,16 @@ def _read(
                         parts.append((group, name, part))
         for group, name, part in parts:
             for key in AVERAGES:
-                piece = optimizer["state"][group][key].flatten()[part]
-                pieces[owner, name, key].append(piece)
-    shape_of_part = {}
-    for name, shape in shapes.items():
-        shape_of_part[name] = shares.part(name, torch.empty(shape, device="meta"), 0).shape
+                values = optimizer["state"].get(group, {}).get(key)
+                if values is None:
+                    raise ValueError(f"{name}: {key} is missing")
+                if written_by.stage == 0 and values.shape != shape_of_part[name]:
+                    raise ValueError(f"{name}: {key} has the shape {list(values.shape)}")
+                pieces[owner, name, key].append(values.flatten()[part])
+    for name, shape in shape_of_part.items():
         for owner, key in itertools.product(range(shares.ranks), AVERAGES):
             size = sum(piece.numel() for piece in pieces[owner, name, key])
-            if size != shape_of_part[name].numel():
+            if size != shape.numel():
                 raise ValueError(f"{name}: {size} numbers of {key}")
 
     def average(name: str, key: str) -> Tensor:

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import re
 import shutil
 from pathlib import Path
 
@@ -105,6 +106,60 @@ def test_pickles_that_would_run_code_are_not_loaded(grid, corpus, trained, tmp_p
         with pytest.raises(UserError, match=r"the engine's state cannot be .*\(Weights only load"):
             train(settings(corpus, folder, *more), grid)
     assert not (tmp_path / "ran").exists()
+
+
+def small(content: dict) -> None:
+    content["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3)
+
+
+def turned(content: dict) -> None:
+    """As many numbers in another shape."""
+    state = content["optimizer"]["state"][0]
+    key = next(key for key, value in state.items() if value.dim() == 2)
+    state[key] = state[key].mT.clone()
+
+
+def without_average(content: dict) -> None:
+    del content["optimizer"]["state"][1]["exp_avg"]
+
+
+def without_averages(content: dict) -> None:
+    content["optimizer"]["state"].clear()
+
+
+def other_weight(content: dict) -> None:
+    content["module"]["norm.weight"] += 1
+
+
+@pytest.mark.parametrize(
+    ("forge", "words", "reason"),
+    [
+        (small, [], "exp_avg of tensor 0 has the shape [3], not [512, 32]"),
+        (turned, ["optimizer.type=Muon"], "has the shape [32, 96], not [96, 32]"),
+        (without_averages, [], "exp_avg of tensor 0 is missing"),
+        (other_weight, [], "norm.weight is another one than in model.safetensors"),
+        (turned, ["zero_optimization.stage=1"], "exp_avg has the shape [32, 512]"),
+        (without_average, ["precision=bf16"], "exp_avg is missing"),
+    ],
+)
+def test_a_state_that_does_not_fit_the_weights_is_refused_before_a_step(
+    grid, corpus, trained, tmp_path, forge, words, reason
+):
+    """torch's fused Adam reads and writes outside of averages that are too small."""
+    folder = copy_of(trained, tmp_path)
+    if "Muon" in str(words):
+        folder = tmp_path / "muon"
+        train(settings(corpus, folder, "train_iters=4", *words), grid)
+    state = folder / "global_step4" / "mp_rank_00_model_states.pt"
+    content = torch.load(state, weights_only=False)
+    forge(content)
+    torch.save(content, state)
+    record = read_record(state.parent)  # of whoever wrote this file
+    record["files"][state.name] = entry_of(state)
+    write_record(state.parent, record)
+    message = f"the engine's state cannot be loaded (.*{re.escape(reason)}"
+    with pytest.raises(UserError, match=message.replace("(", r"\(", 1)):
+        train(settings(corpus, folder, *words), grid)
 
 
 # --- what goes on; tests/bad_inputs has what is refused -------------------------------------------
