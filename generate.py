@@ -44,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--prompts", type=Path, metavar="FILE", help="a file with one prompt in each line")
     output = "write JSON lines to a file, with the settings of each continuation"
     add("-o", "--output", type=Path, metavar="FILE", help=output)
-    add("--checkpoint", metavar="DIR", help="folder of a run or of one checkpoint")
+    add("--checkpoint", type="path", metavar="DIR", help="folder of a run or of one checkpoint")
     add("--step", type=int, metavar="N", help="which checkpoint of the run; default: the latest")
     for name, number in NUMBERS.items():
         usual = getattr(GenerationSettings, name)

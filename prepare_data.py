@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.cli_errors import guarded
+from megatron.cli_errors import CommandParser, guarded
 from megatron.data import tasks
 from megatron.data.corpora.hub_stream import HubStream
 from megatron.data.corpora.recipes import MADE_HERE, corpus_names, gpt2_files, listing, named
@@ -215,12 +215,7 @@ def _corpus(options: argparse.Namespace, kind: str) -> Corpus:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="prepare_data.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = CommandParser(prog="prepare_data.py", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     limits = Limits()
     names = ", ".join(corpus_names())
@@ -251,7 +246,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokenizer-files", action="store_true", help=what)
     kinds = ", ".join(READERS)
     what = f"your own text, or folders of it: {kinds}; other UTF-8 files are one document each"
-    add("--input", nargs="+", metavar="FILE", help=what)
+    add("--input", type="path", nargs="+", metavar="FILE", help=what)
     add("--name", help="name of your own corpus")
     what = (
         "key of the text in JSON and tables (default: text), meta.text inside an object; given"
@@ -283,7 +278,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--workers", type=int, help="processes that encode (default: one for each core)")
     what = "only compare these token files with their sha256 and their vocabulary"
-    add("--verify", metavar="PREFIX", help=what)
+    add("--verify", type="path", metavar="PREFIX", help=what)
     add("--overwrite", action="store_true", help="replace an earlier corpus of this name")
     return parser
 

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 from megatron.commit import commit
 from megatron.errors import UserError, cure, fault_in, in_words, visible
+from megatron.files import expanded
 
 HEAD_START = 5  # seconds in which the first process may report a fault that all have
 FAILED = 1
@@ -40,11 +41,28 @@ def guarded(main: Callable[Words, int | None]) -> Callable[Words, int]:
     return with_status
 
 
-def command_parser(text: str | None) -> argparse.ArgumentParser:
+class CommandParser(argparse.ArgumentParser):
+    """A parser that replaces ~ and $NAME in values of the type Path, and of "path", which are text.
+
+    A shell does so only where they begin a word without quotes.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self.register("type", "path", _path)
+        self.register("type", Path, lambda text: Path(_path(text)))
+
+
+def _path(text: str) -> str:
+    try:
+        return expanded(text)
+    except UserError as fault:
+        raise argparse.ArgumentTypeError(str(fault)) from None
+
+
+def command_parser(text: str | None) -> CommandParser:
     """A parser for the words of a command, whose help has this text as it stands in the file."""
-    return argparse.ArgumentParser(
-        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    return CommandParser(description=text)
 
 
 def status_of(command: Callable[[], int | None]) -> int:

@@ -12,11 +12,12 @@ from typing import NoReturn
 import torch
 
 from megatron.checkpoints.saved import find
-from megatron.cli_errors import print_line, status_of
+from megatron.cli_errors import CommandParser, print_line, status_of
 from megatron.config import Config, load
 from megatron.config.document import help_text
 from megatron.config.yaml_files import is_override
 from megatron.errors import visible
+from megatron.files import expanded
 from megatron.parallel.grid import learn_place, left_at_the_end
 from megatron.parallel.threads import flush_denormals
 
@@ -43,11 +44,7 @@ def run(
     """
     start_logging()
     flush_denormals()
-    parser = argparse.ArgumentParser(
-        description=sys.modules[main.__module__].__doc__,
-        epilog=help_text(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser(description=sys.modules[main.__module__].__doc__, epilog=help_text())
     words_help = "YAML files, merged in order, then settings"
     parser.add_argument("words", nargs="*", metavar="FILE | key=value", help=words_help)
     add_conf_dir(parser)
@@ -86,12 +83,14 @@ def run(
 
 def add_conf_dir(parser: argparse.ArgumentParser) -> None:
     """Add the option that names the folder of the YAML files."""
-    parser.add_argument("-d", "--conf_dir", metavar="DIR", help="folder of the YAML files")
+    parser.add_argument(
+        "-d", "--conf_dir", type="path", metavar="DIR", help="folder of the YAML files"
+    )
 
 
 def split_words(words: Sequence[str], folder: str | None = None) -> tuple[list[str], list[str]]:
     """Words of the command line -> (files in `folder`, overrides)."""
-    files = [str(Path(folder or "") / word) for word in words if not is_override(word)]
+    files = [str(Path(folder or "") / expanded(word)) for word in words if not is_override(word)]
     overrides = [word for word in words if is_override(word)]
     return files, overrides
 

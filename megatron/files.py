@@ -19,6 +19,7 @@ from megatron.errors import UserError
 ROOT = Path(__file__).resolve().parents[1]  # the project's folder: entry scripts, configs, tools
 # What a process writes before it gets its name: .NAME.PID.PLACE.tmp
 TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d{1,9})\.(?P<place>[0-9a-f]{8})\.tmp")
+VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)", re.ASCII)  # as os.path.expandvars reads it
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 DAY = 24 * 3600  # seconds; no file is written for so long without a change
 MARKED = 1 << 26  # bytes of an earlier output in which its mark stands
@@ -91,7 +92,26 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8", newline="")
 
 
-# --- Outputs that a user names ---
+# --- Paths that a user names ---
+
+
+def expanded(path: str) -> str:
+    """A path of the user's with the home folder for `~` and values for `$NAME`, as in a shell.
+
+    Raises UserError if there is no such user or variable.
+    """
+    for match in VARIABLE.finditer(path):
+        if match[1] not in os.environ:
+            raise UserError(
+                f"{path}: the variable {match[1]} is not set - set it, or write the path"
+            )
+    text = os.path.expanduser(path)
+    if path.startswith("~") and text == path:
+        home, _, _ = path.partition("/")
+        raise UserError(
+            f"{path}: there is no user {home[1:]} - for a file of this name write ./{path}"
+        )
+    return os.path.expandvars(text)
 
 
 def check_output(path: Path, mark: bytes | None = None) -> None:

@@ -1,5 +1,6 @@
 """Every exception ends a command with one message and a status; a traceback goes to a file."""
 
+import ast
 import errno
 import os
 import re
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from megatron import cli_errors
-from megatron.cli_errors import guarded, status_of
+from megatron.cli_errors import command_parser, guarded, status_of
 from megatron.errors import UserError
 from tests.support import ROOT, run, unlaunched
 
@@ -146,3 +147,31 @@ def test_every_command_has_the_handler_and_light_ones_stay_light():
         assert any(handler in text for handler in handlers), path
     code = "import sys, prepare_data; print('torch' in sys.modules)"
     assert run("-c", code).stdout == "False\n"
+
+
+def test_paths_of_the_command_line_are_read_as_a_shell_reads_them(monkeypatch, capsys):
+    monkeypatch.setenv("HOME", "/home/anna")
+    monkeypatch.delenv("GONE", raising=False)
+    parser = command_parser("")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--checkpoint", type="path", nargs="+")
+    parser.add_argument("--text")
+    words = ["--output=~/x", "--checkpoint", "$HOME/a", "b~", "--text", "~ $HOME"]
+    options = parser.parse_args(words)
+    assert options.output == Path("/home/anna/x")
+    assert options.checkpoint == ["/home/anna/a", "b~"]
+    assert options.text == "~ $HOME"
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--output", "${GONE}/x"])
+    assert "the variable GONE is not set" in capsys.readouterr().err
+
+
+def test_every_command_reads_paths_so():
+    """An option whose values are shown as a file, folder or prefix has one of the two types."""
+    for script in [*ROOT.glob("*.py"), *ROOT.glob("tools/*.py"), *ROOT.glob("megatron/**/*.py")]:
+        for call in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
+            if not isinstance(call, ast.Call):
+                continue
+            written = {one.arg: ast.unparse(one.value) for one in call.keywords}
+            if written.get("metavar") in ("'FILE'", "'DIR'", "'PREFIX'", "'FOLDER'", "'PAGE'"):
+                assert written.get("type") in ("Path", "'path'"), (script, ast.unparse(call))

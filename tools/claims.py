@@ -24,7 +24,7 @@ SHIPPED = ROOT / "configs" / "claims"
 @guarded
 def main(argv: list[str] | None = None) -> int:
     parser = command_parser(f"{__doc__}{GRAMMAR}")
-    parser.add_argument("file", help="a .yml, or a name in configs/claims")
+    parser.add_argument("file", type="path", help="a .yml, or a name in configs/claims")
     parser.add_argument("results", type=Path, nargs="+", help="JSON lines of evaluate.py")
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="a Markdown file to write too"

@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     choice.add_argument(
         "--from",
         dest="file",
+        type="path",
         metavar="FILE",
         help="a Python file of yours: print what it registers, and nothing else",
     )

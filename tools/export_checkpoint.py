@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     add("-o", "--output", type=Path, required=True, metavar="FOLDER", help="the new folder")
     add("--step", type=int, metavar="N", help="which checkpoint of the run; default: the latest")
     own = "your own file with the encoding, as in pos_emb_file"
-    add("--from", dest="file", metavar="FILE", help=own)
+    add("--from", dest="file", type="path", metavar="FILE", help=own)
     options = parser.parse_args(argv)
 
     if options.file:

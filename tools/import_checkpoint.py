@@ -27,14 +27,19 @@ from megatron.positions import load_file
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser(__doc__)
     add = parser.add_argument
-    add("source", metavar="SOURCE", help="a folder, or owner/model of Hugging Face's hub")
+    add(
+        "source",
+        type="path",
+        metavar="SOURCE",
+        help="a folder, or owner/model of Hugging Face's hub",
+    )
     words = "the configuration of a GPT-NeoX checkpoint, such as the files of its folder `configs`"
     add("words", nargs="*", metavar="FILE | key=value", help=words)
     add("-o", "--output", type=Path, required=True, metavar="RUN", help="the new run's folder")
     tokenizer = "if SOURCE has none: tokenizer.json, or a folder with it or GPT-2's two files"
     add("--tokenizer", type=Path, metavar="FOLDER_OR_FILE", help=tokenizer)
     own = "your own file with the encoding of an export, as in pos_emb_file"
-    add("--from", dest="file", metavar="FILE", help=own)
+    add("--from", dest="file", type="path", metavar="FILE", help=own)
     options = parser.parse_intermixed_args(settings_first(argv) if argv is not None else None)
 
     if options.file:

@@ -37,7 +37,7 @@ windows inside: whole windows of that length that cross no border of documents""
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser(__doc__)
     add = parser.add_argument
-    add("prefix", metavar="PREFIX", help="token files, without .bin and .idx")
+    add("prefix", type="path", metavar="PREFIX", help="token files, without .bin and .idx")
     windows = "lengths of an evaluation (default: 512 to 16384)"
     add("--lengths", type=int, nargs="+", metavar="L", default=EVALUATED, help=windows)
     add("--split", default=SPLIT, help="as in the configuration (default: %(default)s)")

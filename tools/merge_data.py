@@ -33,8 +33,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = command_parser(__doc__)
     add = parser.add_argument
-    add("prefixes", nargs="+", metavar="PREFIX", help="token files, without .bin and .idx")
-    add("-o", "--output", required=True, metavar="PREFIX", help="the merged file")
+    add(
+        "prefixes",
+        type="path",
+        nargs="+",
+        metavar="PREFIX",
+        help="token files, without .bin and .idx",
+    )
+    add("-o", "--output", type="path", required=True, metavar="PREFIX", help="the merged file")
     bare = "also merge files without a card that names their tokenizer"
     add("--assume-same-tokenizer", action="store_true", help=bare)
     add("--overwrite", action="store_true", help="replace an earlier file of this name")

@@ -36,7 +36,9 @@ HIDES_MIXTURE = "snope"  # the beginning of such spellings of the MEP fork
 @guarded
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser(__doc__)
-    parser.add_argument("files", nargs="+", metavar="FILE", help="YAML files, each by itself")
+    parser.add_argument(
+        "files", type="path", nargs="+", metavar="FILE", help="YAML files, each by itself"
+    )
     parser.add_argument(
         "-o", "--output", type=Path, metavar="DIR", help="folder for the new files; default: none"
     )

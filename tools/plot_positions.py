@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = "encodings; default: every bias by distance"
     add("names", nargs="*", metavar="NAME", help=names)
     own = "a Python file of yours that registers encodings"
-    add("--from", dest="file", metavar="FILE", help=own)
+    add("--from", dest="file", type="path", metavar="FILE", help=own)
     option = "an option of the encoding, as in pos_emb_args; may be repeated"
     add("--option", action="append", default=[], metavar="KEY=VALUE", help=option)
     size = number(1, 1024)
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--train_length", type=number(1, 2**20), default=512, metavar="L", help=train_length)
     add("--length", type=number(2, 2**20), default=16384, metavar="L", help="distances to draw")
     checkpoints = "folders of runs or of single checkpoints"
-    add("--checkpoint", nargs="+", default=[], metavar="DIR", help=checkpoints)
+    add("--checkpoint", type="path", nargs="+", default=[], metavar="DIR", help=checkpoints)
     figures = ["shape", "derivative", "effective_length", "training"]
     add("--figure", choices=figures, default="shape", help="default: shape")
     step = "which checkpoint of the run; default: the latest"

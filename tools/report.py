@@ -53,6 +53,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--from",
         dest="files",
+        type="path",
         action="append",
         default=[],
         metavar="FILE",

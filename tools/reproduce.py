@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron.cli_errors import command_parser, guarded
 from megatron.errors import UserError
-from megatron.files import ROOT
+from megatron.files import ROOT, expanded
 from megatron.results.files import read_results
 from megatron.results.papers import (
     Published,
@@ -37,7 +37,9 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"{options.table}: cannot be reproduced here: {table.why_not}")
     # A shipped sweep, or one beside a table of the user's own.
     own = options.table.endswith(".yml")
-    file = (Path(options.table).parent if own else ROOT / "configs" / "sweeps") / table.sweep
+    file = (Path(options.table).parent if own else ROOT / "configs" / "sweeps") / expanded(
+        table.sweep
+    )
     if options.run:
         command = [sys.executable, str(ROOT / "tools" / "sweep.py"), "run", str(file)]
         if options.folder is not None:
@@ -64,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(__doc__)
-    parser.add_argument("table", help="a .yml, or " + ", ".join(published_tables()))
+    parser.add_argument("table", type="path", help="a .yml, or " + ", ".join(published_tables()))
     parser.add_argument("--run", action="store_true", help="first run the missing cells")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="folder of the sweep's runs")
     parser.add_argument(

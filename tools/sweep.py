@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = command_parser(__doc__)
     add = parser.add_argument
     add("what", choices=("run", "status", "collect"))
-    add("file", help="a file as in configs/sweeps, or the name of one there")
+    add("file", type="path", help="a file as in configs/sweeps, or the name of one there")
     add("--folder", type=Path, metavar="DIR", help="where the runs are; default: runs/sweeps/NAME")
     only = "AXIS=VALUE[,VALUE]"
     add("--only", nargs="+", default=[], metavar=only, help="some cells of the grid")

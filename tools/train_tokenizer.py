@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser(__doc__)
     add = parser.add_argument
     add("corpus", nargs="?", help=f"a corpus known by name: {', '.join(corpus_names())}")
-    add("--input", nargs="+", metavar="FILE", help="your own text, or folders of it")
+    add("--input", type="path", nargs="+", metavar="FILE", help="your own text, or folders of it")
     key = "key of the text in JSON lines (default: text); of several, the first that an entry has"
     add("--text-key", action="append", metavar="KEY", help=key)
     folder = "folder of the data (default: data)"

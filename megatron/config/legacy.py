@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from megatron.config.messages import Report, contradiction
+from megatron.config.messages import Report, contradiction, no_such_key
 from megatron.config.schema import as_list
 from megatron.positions import ALIASES
 
@@ -31,6 +31,8 @@ CORPORA = ("train_data_paths", "valid_data_paths", "test_data_paths")  # lists o
 FULL_ATTENTION = {"global", "flash", "all"}  # words of attention_config
 GATED = ("swiglu",)  # activations
 ABSENT = object()
+SWITCHES = ("bf16.enabled", "bf16.type", "fp16.enabled", "fp16.type")
+"""Keys that choose a precision inside a mapping."""
 
 
 def _pop(given: dict[str, Any], key: str) -> Any:
@@ -120,11 +122,14 @@ def _precision(given: dict[str, Any], report: Report) -> None:
             report.fault(f"{key}: must be a mapping such as {{enabled: true}}, got {switch!r}")
             continue
         kind = str(switch.pop("type", ""))
-        older = switch.pop("fp16", True if kind else None)  # fp16: {fp16: true}, {type: bfloat16}
+        older = switch.pop(key, True if kind else None)  # fp16: {fp16: true}, {type: bfloat16}
         enabled = switch.pop("enabled", older)
         meaning = VALUES["precision"].get(kind, kind) or key
         if switch and key == "fp16":
             given[key] = switch
+        elif switch:
+            for unread in switch:
+                report.fault(no_such_key(f"{key}.{unread}", SWITCHES))
         if meaning not in ("bf16", "fp16") or enabled not in (None, True, False):
             got = f"got enabled: {enabled}, type: {kind or 'none'}"
             report.fault(f"{key}: takes enabled: true or false, and type: fp16 or bfloat16, {got}")

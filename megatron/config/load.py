@@ -9,7 +9,15 @@ from pydantic import ValidationError
 
 from megatron.config.config import COPY, Config
 from megatron.config.cross_checks import check_together, zero_that_runs
-from megatron.config.legacy import AFTER_MERGE, CORPORA, NAMES, complete_recipe, fold, translate
+from megatron.config.legacy import (
+    AFTER_MERGE,
+    CORPORA,
+    NAMES,
+    SWITCHES,
+    complete_recipe,
+    fold,
+    translate,
+)
 from megatron.config.messages import (
     MOST_LINES,
     Report,
@@ -18,10 +26,10 @@ from megatron.config.messages import (
     lines,
     no_such_key,
 )
-from megatron.config.schema import KEYS, SECTIONS, Position, Section, all_keys, default_of
+from megatron.config.schema import KEYS, PATHS, SECTIONS, Position, Section, all_keys, default_of
 from megatron.config.yaml_files import Nested, find_file, merge, read_file, read_overrides
 from megatron.errors import UserError, control_fault
-from megatron.files import read_small
+from megatron.files import expanded, read_small
 from megatron.positions import (
     FILES,
     LARGEST_USER_FILE,
@@ -58,6 +66,12 @@ def load(
     if overrides:
         sources.append((COMMAND_LINE, read_overrides(overrides, report.fault)))
     names = tuple(name for name, _ in sources)
+    for _, given in sources:
+        for key in PATHS & given.keys():
+            try:
+                given[key] = expanded_all(given[key])
+            except UserError as fault:
+                report.fault(f"{key}: {fault}")
 
     # First of all: what the user's file registers may be what pos_emb names.
     code = None
@@ -125,6 +139,15 @@ def load(
         given=frozenset(chosen),
         origins=origins,
     )
+
+
+def expanded_all(value: Any) -> Any:
+    """A path of the user's, a list of them, or a text with commas, with ~ and $NAME replaced."""
+    if isinstance(value, list):
+        return [expanded_all(part) for part in value]
+    if not isinstance(value, str):
+        return value
+    return ",".join(map(expanded, value.split(",")))
 
 
 def _read(path: str | Path, report: Report) -> Source:
@@ -196,7 +219,7 @@ def _sections(merged: dict[str, Any], report: Report) -> dict[str, Section]:
     """The sections that have no fault in themselves; the faults of the others are reported."""
     incomplete = bool(report.faults)  # if a source could not be read, its keys are not missing
     unknown = [key for key in merged if key not in KEYS]
-    known = [*KEYS, *(key.name for key in all_keys()), *NAMES]
+    known = [*KEYS, *(key.name for key in all_keys()), *NAMES, *SWITCHES]
     for key in unknown[:MOST_LINES]:
         report.fault(no_such_key(key, known))
     # A follower is wrong only because its leader is.

@@ -101,6 +101,7 @@ BY_FILE_NAME = {
     *("vocab_file", "merge_file"),
 }
 INPUTS = {*BY_FILE_NAME, "pos_emb_file", "hostfile"}
+PATHS = {*INPUTS, "save", "load", "log_dir", "tensorboard_dir", "memory_profiling_path"}
 FOLLOWS = {
     "num_key_value_heads": "num_attention_heads",
     "max_position_embeddings": "seq_length",

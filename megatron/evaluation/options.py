@@ -12,9 +12,10 @@ from typing import Any, NoReturn, Self
 import torch
 
 from megatron import strict_json
+from megatron.cli_errors import CommandParser
 from megatron.errors import UserError
 from megatron.evaluation.protocols import PROTOCOLS, KeyRule, Request
-from megatron.files import read_small
+from megatron.files import expanded, read_small
 from megatron.model.methods import FACTORS, METHODS, fault_of_name, shown
 from megatron.positions import fingerprint
 
@@ -131,7 +132,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "longppl: checkpoint that says which tokens are key; default: the model itself, as it was"
         " trained"
     )
-    add("--judge", metavar="DIR", help=judge)
+    add("--judge", type="path", metavar="DIR", help=judge)
     alpha = "longppl: nats that far context gains a key token; default: 2"
     add("--alpha", type=real, default=Options.alpha, metavar="A", help=alpha)
     beta = "longppl: a key token has a loss below -B; default: -2"
@@ -175,7 +176,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     """Which checkpoint, at which lengths, and where the rows go."""
     add = parser.add_argument
     folder = "folder of a run or of one checkpoint; default: load, else save"
-    add("--checkpoint", metavar="DIR", help=folder)
+    add("--checkpoint", type="path", metavar="DIR", help=folder)
     step = "which checkpoint of the run; default: the latest"
     add("--step", type=number(0, MOST), metavar="N", help=step)
     lengths = "context lengths; default: eval_lengths"
@@ -196,7 +197,7 @@ def add_whole_number(
     parser.add_argument(name, type=number(*bounds), default=default, metavar="N", help=text)
 
 
-class _Words(argparse.ArgumentParser):
+class _Words(CommandParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(message.removeprefix("argument "))
 
@@ -257,7 +258,7 @@ def method_or_none(text: str) -> str | None:
         return text
     options, _, file = text.partition(",factors=")
     try:
-        found = strict_json.parse(read_small(Path(file), LONGEST_FACTORS))
+        found = strict_json.parse(read_small(Path(expanded(file)), LONGEST_FACTORS))
         for key in ("rope_scaling", "rope_parameters"):  # where a config.json has them
             found = found.get(key) or found
         factors = {key: found[key] for key in ("long_factor", "short_factor")}

@@ -92,8 +92,7 @@ FACTORS: dict[str, dict[str, list[float]]] = {}
 """LongRoPE's factors that were read: long_factor and short_factor, by a name of their contents."""
 LACKS = {
     "rotates": "does not turn queries and keys by position; it is for encodings such as rotary",
-    "stretches": "has no frequencies to stretch, or stretched ones already; it is for rotary"
-    " without scaling",
+    "stretches": "has no frequencies that can be stretched; it is for rotary",
 }
 """Reasons why an encoding does not fit a method."""
 
@@ -158,7 +157,7 @@ class Method:
         if self.kind.between and has_table(position):
             return "its bias by distance has no value between whole distances"
         if self.kind.needs == "stretches" and not position.stretches:
-            return "its base cannot change, or is that of longer texts already"
+            return stretched_already(position) or "its base cannot change"
         if self.scaling:
             try:
                 deepcopy(position).use_scaling(self.scaling)
@@ -283,7 +282,9 @@ def faults_of(
             yield f"{where}: window {window} hides what it is for; give --window none"
     needs = method.kind.needs
     if needs is not None and not any(getattr(one, needs) for one in positions):
-        yield f"{where}: {names} {LACKS[needs]}, alone or in sum"
+        stretched = [stretched_already(one) for one in positions if one.stretched_by]
+        lacks = stretched[0] if stretched else f"{names} {LACKS[needs]}, alone or in sum"
+        yield f"{where}: {lacks}"
         return
     for position in positions:
         obstacle = method.obstacle(position)
@@ -291,6 +292,17 @@ def faults_of(
             yield f"{where}: {name_of(position)} cannot be read so: {obstacle}"
     if attention.reset_attention_mask:
         yield f"{where}: reads a text as one document; set reset_attention_mask=false"
+
+
+def stretched_already(position: Position) -> str | None:
+    """The reason why frequencies of a model cannot be stretched again, and what to take; or None"""
+    if position.stretched_by is None:
+        return None
+    others = [name for name, kind in METHODS.items() if kind.needs != "stretches"]
+    return (
+        f"the frequencies of {name_of(position)} are stretched already (scaling:"
+        f" {position.stretched_by}); take one of {', '.join(others)}"
+    )
 
 
 def name_of(position: Position) -> str:

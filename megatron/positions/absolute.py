@@ -8,7 +8,7 @@ from megatron.positions.base import EXACT, Position, Shape
 from megatron.positions.registry import positive, register, whole
 
 
-@register("none")
+@register("none", aliases=("nope",))
 class NoPosition(Position):
     """Nothing is added: the causal mask alone gives the order (NoPE, arXiv 2305.19466)."""
 

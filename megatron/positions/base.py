@@ -62,6 +62,7 @@ class Position(Float32Module):
     score_width: how many times as wide as values on_queries_keys makes queries and keys
     rotates: on_queries_keys makes q·k depend on the distance, and on_queries_keys_at can be asked
     stretches: on_queries_keys_at knows `stretch`, and use_scaling other options than none
+    stretched_by: the scaling of frequencies with which it is trained already, such as llama3
     draws: numbers per head that KERPLE's constructor draws from U(0, high); they are options too
     score_rank: rank of score_bias, the last dimension of u and w
     sums_over_tokens: score_bias gives as w a sum over the tokens up to each key, so that parts of a
@@ -86,6 +87,7 @@ class Position(Float32Module):
     score_width: int = 1
     rotates: bool = False
     stretches: bool = False
+    stretched_by: str | None = None
     score_rank: int = 1
     sums_over_tokens: bool = False
     heads_alike: bool = False

@@ -41,6 +41,7 @@ class Randomized(Around):
         self.per_layer = self.inner.per_layer
         self.by_distance = self.inner.by_distance
         self.rotates, self.stretches = self.inner.rotates, self.inner.stretches
+        self.stretched_by = self.inner.stretched_by
         self.grouped_queries = self.inner.grouped_queries
         self.heads_per_query = self.inner.heads_per_query
         self.heads_alike = self.inner.heads_alike

@@ -25,7 +25,7 @@ from megatron.positions.frequencies import inverse_frequencies as inverse_freque
 from megatron.positions.registry import positive, register, switch
 
 
-@register("rotary")
+@register("rotary", aliases=("rope",))
 class Rotary(Turning):
     """Rotate queries and keys by position · base^(-2j/dim), so that q·k depends on distance alone.
 
@@ -104,6 +104,7 @@ class Rotary(Turning):
             short_factor,
         )
         self.stretches = scaling == "none" and self.dim > 2
+        self.stretched_by = None if scaling == "none" else scaling
         self.base = base
         self.fraction, self.resonance = fraction, switch("resonance", resonance)
         self.scaling: Scaling | None = None  # in use

@@ -51,6 +51,8 @@ class Sum(Position):
         rotating = [part for part in self._parts if part.rotates]
         self.rotates = bool(rotating)
         self.stretches = bool(rotating) and all(part.stretches for part in rotating)
+        stretched = [part.stretched_by for part in rotating if part.stretched_by]
+        self.stretched_by = next(iter(stretched), None)
         if sum(part.has("block_scores") for part in self._parts) > 1:
             raise UserError("parts: only one part can give the scores themselves; name one path")
         for part in self._parts[1:]:

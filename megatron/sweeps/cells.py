@@ -34,7 +34,7 @@ from megatron.data.tasks import TaskText
 from megatron.errors import UserError, control_fault, did_you_mean, visible
 from megatron.evaluation.evaluate_checkpoint import check_options
 from megatron.evaluation.options import Options, options_of_words
-from megatron.files import ROOT, read_small
+from megatron.files import ROOT, expanded, read_small
 from megatron.positions import fingerprint
 from megatron.results.files import existing_results, training_log, write_lines
 from megatron.results.row import Row, measurement_of
@@ -295,7 +295,7 @@ def _cell(parts: SweepFile, values: Values, home: Path, path: Path) -> Cell:
     """One point of the grid; path: the file of the sweep."""
     files = []
     for name in parts.base:  # from the sweep's own folder, else from the project's root
-        own = path.parent / name
+        own = path.parent / expanded(name)
         files.append(own if own.is_file() else ROOT / name)
     settings = dict(parts.settings)
     for axis, value in values.items():

@@ -103,6 +103,7 @@ def test_every_historic_way_to_choose_a_precision(tmp_path, published):
     ways = {
         "bf16": (
             "precision=bfloat16;bf16={enabled: true};bf16=true;bfloat16.enabled=true;"
+            "bf16={bf16: true};bf16={enabled: true, loss_scale: 0, immediate_grad_update: true};"
             "fp16={enabled: true, type: bfloat16};fp16={type: bfloat16}"
         ),
         "fp16": (

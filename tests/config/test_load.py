@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.config import Config, load
-from megatron.config.legacy import NAMES
-from megatron.config.schema import all_keys
+from megatron.config.legacy import CORPORA, NAMES
+from megatron.config.schema import PATHS, all_keys
 from megatron.errors import UserError
 from tests.config.small import SIZES, faults, loaded, write
 from tests.support import ROOT
@@ -46,6 +46,27 @@ def test_a_file_replaces_a_mapping_and_a_word_with_dots_changes_one_entry(tmp_pa
     assert (optimizer.type, optimizer.params.betas) == ("Adam", (0.9, 0.999))
     assert optimizer.params.lr == 2.0
     assert loaded("pos_emb_args.base=5e5").position.pos_emb_args == {"base": 500000.0}
+
+
+def test_every_path_of_the_user_is_read_as_a_shell_reads_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/anna")
+    monkeypatch.setenv("DATA", "/data")
+    for key in sorted(PATHS - {"pos_emb_file", *CORPORA}):
+        file = write(tmp_path / "paths.yml", f"{key}: ~/${{DATA}}/x-$5")
+        for config in (load([file], SIZES), load([], [*SIZES, f"{key}=~/$DATA/x-$5"])):
+            assert config[key] == "/home/anna//data/x-$5"
+    found = loaded("train_data_paths=[~/a, $DATA/b]", "valid_data_paths=$DATA/c,~/d").data
+    assert found.train_data_paths == ("/home/anna/a", "/data/b")
+    assert found.valid_data_paths == ("/data/c", "/home/anna/d")
+    written = [loaded(f"data_path={path}").hash for path in ("~/text", "$DATA/text", "a/text")]
+    assert len(set(written)) == 1
+
+
+def test_usual_names_of_encodings_are_ours():
+    for name, usual in {"rotary": "rope", "none": "nope"}.items():
+        assert loaded(f"pos_emb={usual}").hash == loaded(f"pos_emb={name}").hash
+        layers = [loaded(f"pos_emb_layers=[{one}, alibi]").hash for one in (name, usual)]
+        assert len(set(layers)) == 1
 
 
 def test_another_encoding_drops_the_options_of_the_earlier_one(tmp_path):

@@ -101,7 +101,14 @@ def test_an_encoding_refuses_a_method_or_decodes_with_it_in_pieces_as_in_a_whole
 def test_a_layer_that_cannot_is_named():
     for names, variant, message in (
         ("[rotary, alibi]", "self_extend", "self_extend,window=20,group=3: alibi cannot be read"),
-        ("[rotary: {scaling: linear}]", "yarn", "rotary has no frequencies to stretch, or"),
+        (
+            "[rotary: {scaling: linear}]",
+            "yarn",
+            r"rotary are stretched already \(scaling: linear\); take one of rerope, leaky_rerope",
+        ),
+        ("[{sum: {parts: [rope: {scaling: llama3}]}}]", "dynamic_ntk", "scaling: llama3"),
+        ("[rotary, rotary: {scaling: ntk}]", "yarn", "stretched already .scaling: ntk.; take"),
+        ("[nope, alibi]", "yarn", "none or alibi has no frequencies that can be stretched"),
         ("[rotary, fire]", "sinks", "fire cannot be read so: its bias depends on the places"),
     ):
         with pytest.raises(UserError, match=message):

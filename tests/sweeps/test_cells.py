@@ -226,3 +226,13 @@ def test_results_of_another_sweep_are_neither_replaced_nor_emptied(path, tmp_pat
     reproduced = call("tools/reproduce.py", "kerple-table5", "--folder", tmp_path)
     assert results.read_text() == "rows\n"
     assert reproduced.stdout.count("missing") == 36
+
+
+def test_paths_of_a_sweep_are_read_as_a_shell_reads_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("CORPUS", "/data/text")
+    (tmp_path / "base.yml").write_text("log_dir: ~/logs\n")
+    text = TINY.replace("data_path: text", "data_path: $CORPUS")
+    (cell,) = sweep_of(tmp_path, f"base: [~/base.yml]\n{text}grid: {{seed: [1]}}\n").cells
+    assert cell.config.data.data_path == "/data/text"
+    assert cell.config.logging.log_dir == str(tmp_path / "logs")

@@ -7,9 +7,9 @@ import torch
 
 from megatron.config import load
 from megatron.model import from_config
-from megatron.training.loop import train_step
+from megatron.training.loop import train, train_step
 from megatron.training.optimizer import learning_rate
-from tests.training.conftest import VOCAB, text, trainer
+from tests.training.conftest import VOCAB, settings, text, trainer
 
 SHAPE = ["num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8"]
 
@@ -118,3 +118,10 @@ def test_muon_takes_the_steps_of_torch_for_the_layers_matrices_and_adam_those_of
             optimizer.zero_grad()
     for name, weight in plain.state_dict().items():
         assert torch.equal(run.model.state_dict()[name], weight), name
+
+
+def test_steps_whose_rate_is_0_are_noted(grid, corpus, tmp_path, caplog):
+    caplog.set_level("INFO", "megatron")
+    for name, words in {"floor": ["min_lr=1e-4"], "none": []}.items():
+        train(settings(corpus, tmp_path / name, "train_iters=3", "lr_decay_iters=2", *words), grid)
+        assert ("after step 2 of 3 the learning rate is 0" in caplog.text) == (name == "none")
