@@ -36,7 +36,8 @@ def test_every_encoding_says_its_formula_paper_options_numbers_and_cost():
     # Several in one line, one that two options share, and one of the class that it extends.
     assert "| `base` | 10000 | slowest wavelength / 2π |" in sections["rotary"]
     assert "| `beta_slow` | 1 | for by_parts and yarn; features" in sections["rotary"]
-    assert "| `kernels` | [exp, {exp: 0.5}, gaussian] | a list of enc" in sections["mep_free"]
+    assert "| `taps` | 3 | tokens of the convolution" in sections["path_fox"]
+    assert "| `kernels` | [exp, {exp: 0.5}, gaussian] | as for mep |" in sections["mep_free"]
 
 
 def test_a_sentence_ends_outside_parentheses():
