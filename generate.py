@@ -142,14 +142,15 @@ def prompts_of(arguments: argparse.Namespace) -> list[str]:
     path = arguments.prompts
     if path is not None:
         try:
-            lines = read_small(path, LONGEST).decode().replace("\r\n", "\n").split("\n")
+            lines = read_small(path, LONGEST).decode("utf-8-sig").replace("\r\n", "\n").split("\n")
         except (OSError, UnicodeDecodeError) as fault:
             raise UserError(f"--prompts: {path} cannot be read as text ({fault})") from None
         prompts += [line for line in lines if line.strip()]
     elif not prompts and sys.stdin is not None and not sys.stdin.isatty():
-        prompts = [sys.stdin.read(LONGEST)]
-        if len(prompts[0]) == LONGEST:
+        text = sys.stdin.read(LONGEST)
+        if len(text) == LONGEST:
             raise UserError(f"standard input: has {LONGEST:,} characters or more - give fewer")
+        prompts = [text.removeprefix("\ufeff")]
     if not prompts:
         raise UserError(
             "--prompt: no prompt is given - write --prompt TEXT or --prompts FILE, or send a text"

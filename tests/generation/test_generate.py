@@ -66,7 +66,7 @@ def test_with_and_without_a_cache_the_text_is_the_same_and_a_seed_repeats_it(gen
 
 
 def test_prompts_come_from_words_a_file_and_standard_input(generate, folder, tmp_path):
-    (tmp_path / "many.txt").write_text(f"{PROMPT}\n\nimport torch\r\n")
+    (tmp_path / "many.txt").write_text(f"\ufeff{PROMPT}\n\nimport torch\r\n")
     expected = by_hand(folder, PROMPT, 20)
     many = ("--prompt", "", "--prompts", tmp_path / "many.txt", *GREEDY)
     rows = [json.loads(line) for line in generate(*many).splitlines()]
@@ -75,7 +75,9 @@ def test_prompts_come_from_words_a_file_and_standard_input(generate, folder, tmp
     assert rows[0]["continuation"] == by_hand(folder, "", 20)
     assert rows[1]["continuation"] == expected
     words = [sys.executable, ROOT / "deepy.py", "generate.py", "--checkpoint", folder, *GREEDY]
-    sent = subprocess.run(words, input=PROMPT, capture_output=True, text=True, env=unlaunched())
+    sent = subprocess.run(
+        words, input="\ufeff" + PROMPT, capture_output=True, text=True, env=unlaunched()
+    )
     assert sent.stdout == expected + "\n", sent.stderr
     assert "tokens/s" in sent.stderr
     assert "seed 0" in sent.stderr
