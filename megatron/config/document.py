@@ -36,7 +36,7 @@ Give several files, and `key=value` words on the command line:
 * Every checkpoint keeps the merged configuration.
 * Published KERPLE and MEP files and older spellings of GPT-NeoX are understood.
   A key without effect here is named in a note at the start.
-* A relative path is relative to the current folder.
+* A relative path is relative to the current folder; `~` and `$NAME` are read as in a shell.
 
 | files | content |
 |---|---|

@@ -168,7 +168,7 @@ def check_averages(engine: Any) -> None:
     later = [one for one in engine.module.positions[1:] if one.has("on_embeddings")]
     idle = {id(parameter) for one in later for parameter in one.parameters()}
     for number, tensor in enumerate(updated_tensors(engine)):
-        shapes = dict.fromkeys(AVERAGES, tensor.shape)
+        shapes: dict[str, torch.Size] = dict.fromkeys(AVERAGES, tensor.shape)
         if id(tensor) in by_muon:
             shapes = {"momentum_buffer": tensor.shape}
         elif isinstance(optimizer, torch.optim.AdamW | MuonBesideAdam):  # apex counts elsewhere
