@@ -24,7 +24,6 @@ from megatron.entry import add_conf_dir, settings_first, split_words
 from megatron.errors import UserError, visible
 from megatron.model.size import BACKWARD, parameters
 from megatron.parallel.machine import in_bytes
-from megatron.positions.layers import name_of_layers
 from megatron.report.catalogue import formula
 from megatron.sweeps.cost import DEVICES, UTILISATION, evaluation_flops, forward_flops, named_device
 from megatron.training.batches import likely_rows, windows_per_step, with_epochs
@@ -68,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     evaluated = evaluation_flops({}, config, vocab)
     flops = training_flops(config, groups)
     lines += [
-        f"this run (hash {config.hash}, encoding {name_of_layers(config.position)})",
+        f"this run (hash {config.hash}, encoding {config.label})",
         f"  parameters          {counted.whole:,}",
         f"    in the encoding   {counted.positions:,}",
         f"  vocabulary          {vocab:,} rows, by the data, or GPT-2's if there are none",

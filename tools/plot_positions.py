@@ -20,15 +20,16 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 
+from megatron.checkpoints.manifest import imported_class
 from megatron.checkpoints.read import load_for_evaluation
 from megatron.cli_errors import command_parser, guarded
 from megatron.config.yaml_files import read_overrides
 from megatron.errors import UserError
 from megatron.evaluation.options import number
 from megatron.positions import REGISTRY, DistanceBias, Position, Shape, build, load_file, options_of
-from megatron.positions.layers import name_of_layers
 from megatron.report.curves import write
 from megatron.report.encoding_figures import (
+    NO_PICTURE,
     derivative_panels,
     draw,
     effective_panel,
@@ -37,8 +38,6 @@ from megatron.report.encoding_figures import (
     training_panels,
 )
 from megatron.results.files import PICTURES, training_log
-
-NO_PICTURE = "nothing to draw, no hook of this figure depends on distance or position alone"
 
 
 @guarded
@@ -85,8 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         model, config, meta = load_for_evaluation(run, given.step)
         checkpoint = Path(meta["path"])
         folder = given.output or checkpoint.parent / "plots" / checkpoint.name
-        name, seed = name_of_layers(config.position), config.training.seed
-        title = f"{name}, seed {seed}, step {meta['step']}"
+        seed = "" if imported_class(meta) else f", seed {config.training.seed}"
+        title = f"{config.label}{seed}, step {meta['step']}"
         if given.figure == "effective_length":
             for one in model.placed:
                 compared[f"{run} {one.label}".rstrip()] = one.position

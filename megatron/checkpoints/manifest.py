@@ -135,6 +135,12 @@ def is_verifiable(record: Mapping[str, Any]) -> bool:
     return SUM in record or "files" in record
 
 
+def imported_class(record: Mapping[str, Any]) -> str | None:
+    """Hugging Face's class that the weights were imported from, or None: their seed is unknown."""
+    origin = record.get("origin") or {}
+    return origin.get("architecture") if origin.get("kind") == "huggingface" else None
+
+
 def weights_of(path: Path, record: Mapping[str, Any]) -> str:
     """12 hex digits of a checkpoint's file of weights; a record with sums saves the reading."""
     entry = record.get("files", {}).get(WEIGHTS) or entry_of(path / WEIGHTS)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from megatron.config.schema import (
 )
 from megatron.files import write_text
 from megatron.positions import NAMES_IN_FILES, fingerprint, options_of, syntax_fingerprint
-from megatron.positions.layers import Entry, entries_of
+from megatron.positions.layers import Entry, entries_of, name_of_layers
 
 COPY = "pos_emb_file.py"  # the user's own encoding, beside the configuration of a checkpoint
 
@@ -136,6 +137,23 @@ class Config:
             return {"pos_emb_args": plain(_not_default(entries[0])), "pos_emb_layers": []}
         layers = [{entry.name: plain(_not_default(entry))} for entry in entries]
         return {"pos_emb_args": {}, "pos_emb_layers": layers}
+
+    @property
+    def beside_encoding(self) -> dict[str, str]:
+        """What labels name beside the encoding, by the keys of rows; empty where all is usual."""
+        counts = [(kind, len([*alike])) for kind, alike in groupby(self.model.layers)]
+        facts = {
+            "layer_kinds": " + ".join(f"{count} {kind}" for kind, count in counts),
+            "attention_gate": self.model.attention_gate,
+            "optimizer_type": "Muon" if self.optimizer.optimizer.type == "Muon" else None,
+        }
+        return {key: value for key, value in facts.items() if value}
+
+    @property
+    def label(self) -> str:
+        """The model as logs and cards call it: its encoding, and what else is unusual."""
+        facts = [f"{key} {value}" for key, value in self.beside_encoding.items()]
+        return ", ".join([name_of_layers(self.position), *facts])
 
     @property
     def only_measures(self) -> bool:

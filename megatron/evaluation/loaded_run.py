@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.checkpoints.manifest import weights_of
+from megatron.checkpoints.manifest import imported_class, weights_of
 from megatron.checkpoints.read import load_for_evaluation
 from megatron.checkpoints.saved import find
 from megatron.commit import commit
@@ -88,9 +88,10 @@ class LoadedModel:
     @property
     def name(self) -> str:
         """Encoding, seed, step and weights, such as "rotary seed 1 step 500 0123456789ab"."""
-        encoding, seed = name_of_layers(self.trained.position), self.trained.training.seed
-        weights = weights_of(self.path, self.record)
-        return f"{encoding} seed {seed} step {self.record['step']} {weights}"
+        words = [self.trained.label]
+        if not imported_class(self.record):
+            words.append(f"seed {self.trained.training.seed}")
+        return " ".join([*words, f"step {self.record['step']}", weights_of(self.path, self.record)])
 
     def tokenizer_files(self, prefixes: Iterable[Path]) -> list[TokenizerFiles]:
         """Where its tokenizer's files may be: as given, as in training, beside token files."""
@@ -135,7 +136,10 @@ class LoadedModel:
             "commit": commit(),
             "code": code_fingerprint(),
             **variant(attention),
+            **self.trained.beside_encoding,
         }
+        if origin := imported_class(self.record):
+            facts["origin"] = origin
         for key in ("parent", "parent_model"):
             if self.record.get(key):
                 facts[key] = self.record[key]

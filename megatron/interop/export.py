@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, normalizers
 from torch import Tensor
 
-from megatron.checkpoints.manifest import SETTINGS, write_record
+from megatron.checkpoints.manifest import SETTINGS, imported_class, write_record
 from megatron.checkpoints.write import synced
 from megatron.config import Config
 from megatron.config.config import COPY
@@ -32,7 +32,7 @@ from megatron.interop.families import FAMILIES, write_weights
 from megatron.interop.open import PIECES, PREFIX
 from megatron.model import GPT, Architecture, AttentionSettings, options_of_entry
 from megatron.model.settings import ONLY_MEASURED
-from megatron.positions.layers import entries_of, name_of_layers
+from megatron.positions.layers import entries_of
 
 logger = logging.getLogger(__name__)
 
@@ -318,7 +318,8 @@ def card(
         architecture=form.architecture,
         name=name,
         own_class=bool(form.sources),
-        encoding=name_of_layers(config.position),
+        label=config.label,
+        seed=None if imported_class(record) else config.training.seed,
         config=config,
         record=record,
         notes=notes,

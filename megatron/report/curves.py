@@ -18,6 +18,7 @@ import yaml
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator
 from matplotlib.transforms import ScaledTranslation
 
@@ -42,20 +43,24 @@ SIZES: dict[Any, Any] = {
     "ytick.labelsize": 7,
 }
 MARK = "megatron/report"  # the creator of a picture, for the program that may replace it
-STABLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "megatron"}
+# Dollars in a name are no formula.
+STABLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "megatron",
+    "text.parse_math": False,
+}
 
 # In inches: the width of a paper's text, a panel without its legend, a line of a legend, and the
 # corner of the legend from that of the axes.
 WIDTH, PANEL, LINE, BELOW = 5.5, 3.8, 0.19, (-0.5, -0.45)
 LETTERS, HALF = 64, 28  # of a line of a legend, and of one of two columns
+LETTERS_OF_A_SETTING = 76
 
 # A heatmap: inches of a cell and of a letter of a label, letters of a line of a label, panels side
 # by side. Its colours grow dark evenly, for any colour vision and for grey print.
 CELL, LETTER, LETTERS_OF_A_LABEL, ACROSS = 0.42, 0.055, 30, 3
+LETTER_OF_A_HEADING, LETTER_OF_A_TITLE = 0.075, 0.1
 SHADES, DARK = "Blues", 72  # a number is white from this percentage on
-HOW_TO_READ = (
-    "% of answer tokens right, mean ± standard deviation over seeds; hatched: not measured"
-)
 
 # --- Looks: colour and marker for the encoding, in every figure; dashes for further curves ---
 
@@ -162,8 +167,8 @@ def draw_perplexity(*texts: Groups, without: Collection[str] = (), title: str = 
     """
     curves = []
     for groups in texts:
-        kept = groups.keys() - without
-        curves.append({label: perplexities(groups[label]) for label in kept})
+        drawn = groups.keys() - without
+        curves.append({label: perplexities(groups[label]) for label in drawn})
     places = ["evaluation length (tokens)"] * len(texts)
     return _draw(texts, curves, places, "perplexity", title)
 
@@ -187,12 +192,14 @@ def draw_by_position(groups: Groups, minus: str, without: Collection[str] = ()) 
 def draw_gains(groups: Groups) -> Figure:
     """Percentages of targets that gain, and that lose, more than so many nats by far context."""
     steps = [2.0 ** (half / 2) for half in range(-10, 7)]
-    curves: dict[int, dict[str, Points]] = {1: {}, -1: {}}
+    curves: dict[int, dict[str, Points]] = {
+        sign: {label: {} for label in groups} for sign in (1, -1)
+    }
     for label, rows in groups.items():
         for of_run in runs(rows).values():
             for gain in gains_of(of_run)[-1:]:
                 for sign, points_of in curves.items():
-                    points = points_of.setdefault(label, {})
+                    points = points_of[label]
                     for least in steps:
                         share = 100 * float((sign * gain.gains > least).mean())
                         if share:
@@ -202,6 +209,7 @@ def draw_gains(groups: Groups) -> Figure:
     return _draw([groups] * 2, list(curves.values()), places, "targets (%)", title, of_length=False)
 
 
+@matplotlib.rc_context(STABLE)
 def _draw(
     texts: Sequence[Groups],
     curves: Sequence[Mapping[str, Points]],
@@ -213,6 +221,8 @@ def _draw(
 ) -> Figure:
     """Means over seeds, bands of one standard deviation, and legends with the last values.
 
+    A legend ends with the labels that have no curve.
+
     texts, curves: for each panel all rows, which give looks, and the points of curves, by label
     places, quantity: what the axes show
     of_length: places are tokens, so that the training length is one of them
@@ -220,7 +230,9 @@ def _draw(
     Width and text sizes are the same in every figure. The height grows with the legends.
     """
     figure = Figure(layout=ConstrainedLayoutEngine(h_pad=0.06))
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12, wrap=True)
+    # Not wrapped by matplotlib, which would read a formula in it.
+    title = textwrap.fill(title, int(WIDTH / LETTER_OF_A_TITLE))
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     height = 0.0
     panels = figure.subplots(len(texts), squeeze=False)[:, 0]
     for axes, groups, points_of, place in zip(panels, texts, curves, places, strict=True):
@@ -273,8 +285,17 @@ def _draw(
         if trained:
             lengths = ", ".join(map(str, trained))
             axes.set_xlabel(f"{place}; dashed: training length {lengths}")
-        axes.set_title(setting(rows), loc="left", fontsize=8, color=GREY, wrap=True)
+        text = textwrap.fill(setting(rows), LETTERS_OF_A_SETTING)
+        axes.set_title(text, loc="left", fontsize=8, color=GREY)
         handles = sorted(last_values, key=lambda line: -last_values[line])
+        for words, missing in (
+            ("too far above to be drawn", groups.keys() - points_of),
+            ("without a number", {label for label, points in points_of.items() if not points}),
+        ):
+            if missing:
+                names = "; ".join(label for label in groups if label in missing)
+                text = textwrap.fill(f"{words}: {names}", LETTERS)
+                handles.append(Line2D([], [], linestyle="none", label=text))
         lines = "\n".join(line.get_label() for line in handles).split("\n")
         columns = 2 if max(map(len, lines)) < HALF else 1
         axes.legend(
@@ -294,6 +315,22 @@ def _draw(
     return figure
 
 
+def how_to_read(texts: Mapping[str, Groups]) -> str:
+    """The sentence below a heatmap: names what its cells have, a spread and hatches if any do."""
+    words = "% of answer tokens right"
+    labels = {label for groups in texts.values() for label in groups}
+    cells = []
+    for groups in texts.values():
+        lengths = {row["length"] for rows in groups.values() for row in rows}
+        for label, length in product(labels, lengths):
+            cells.append([row for row in groups.get(label, ()) if row["length"] == length])
+    if max(map(len, cells)) > 1:
+        words += ", mean ± standard deviation over seeds"
+    if not all(cells):
+        words += "; hatched: not measured"
+    return words
+
+
 def draw_accuracy(texts: Mapping[str, Groups], title: str = "") -> Figure:
     """A heatmap of the percentage of answer tokens that are right, with its numbers.
 
@@ -306,11 +343,11 @@ def draw_accuracy(texts: Mapping[str, Groups], title: str = "") -> Figure:
     shown = [textwrap.fill(label, LETTERS_OF_A_LABEL) for label in labels]
     across = min(len(texts), ACROSS)
     down = math.ceil(len(texts) / across)
-    columns = 0
+    columns = heading_letters = 0
     with style():
         figure = Figure(layout=ConstrainedLayoutEngine(w_pad=0.08))
-        figure.suptitle(title, x=0.01, ha="left", fontsize=12)
-        figure.supxlabel(HOW_TO_READ if title else "", x=0.01, ha="left", fontsize=7, wrap=True)
+        below = how_to_read(texts) if title else ""
+        figure.supxlabel(below, x=0.01, ha="left", fontsize=7, wrap=True)
         panels = figure.subplots(down, across, squeeze=False).ravel()
         for unused in panels[len(texts) :]:
             unused.set_axis_off()
@@ -352,10 +389,15 @@ def draw_accuracy(texts: Mapping[str, Groups], title: str = "") -> Figure:
             words = heading.removeprefix(TASK_PREFIX)
             if guess := GUESSES.get(rows[0].get("corpus") or ""):
                 words = f"{words} (guessing: {guess} %)"
+            heading_letters = max(heading_letters, len(words))
             axes.set_title(words, loc="left")
         letters = max(len(line) for label in shown for line in label.split("\n"))
         lines = max(label.count("\n") for label in shown) + 1
-        width = LETTER * letters + across * (CELL * columns + 0.25)
+        panel = max(CELL * columns, LETTER_OF_A_HEADING * heading_letters)
+        width = LETTER * letters + across * (panel + 0.25)
+        width = max(width, min(WIDTH, LETTER_OF_A_TITLE * len(title)))
+        title = textwrap.fill(title, int(width / LETTER_OF_A_TITLE))
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12)
         height = 0.5 + down * (max(0.19, 0.125 * lines) * len(labels) + 0.5)
         figure.set_size_inches(width, height)
     return figure

@@ -5,6 +5,7 @@ at 0. Values are linear; a bias is cut at -12, where a key gets no attention any
 """
 
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,9 @@ from megatron.report.curves import GREY, style
 
 # KERPLE (arXiv 2205.09921), appendix A.5: the effective length ends where the bias falls below.
 THRESHOLD = -2.0
+NO_PICTURE = "nothing to draw, no hook of this figure depends on distance or position alone"
+LETTER = 0.083  # inches of a letter of a title
+SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸"
 CUT = -12.0  # exp(-12) is below 0.00001
 
 
@@ -153,7 +157,7 @@ def draw(found: Sequence[Panel], title: str) -> Figure:
             for power in range(9):
                 if 10**power <= length:
                     ticks.append(10**power)
-                    labels.append(str(10**power) if power < 3 else f"$10^{power}$")
+                    labels.append(str(10**power) if power < 3 else f"10{SUPERSCRIPTS[power]}")
             axes.set_xticks(ticks, labels)
             axes.minorticks_off()
             axes.set_title(panel.title, loc="left")
@@ -171,7 +175,8 @@ def draw(found: Sequence[Panel], title: str) -> Figure:
                 axes.set_ylim(CUT, highest + margin)
                 axes.set_title(f"{panel.title}, cut at {CUT:g}", loc="left")
 
-        figure.suptitle(title, x=0.01, ha="left", fontsize=10, wrap=True)
+        title = textwrap.fill(title, int(size[0] / LETTER))
+        figure.suptitle(title, x=0.01, ha="left", fontsize=10)
         if heads > 1 and not found[0].labels:
             # Heads are numbered from 0, as in the tensors.
             borders = BoundaryNorm(np.arange(heads + 1) - 0.5, heads)

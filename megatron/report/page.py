@@ -23,10 +23,11 @@ from megatron.report.curves import (
     draw_by_position,
     draw_gains,
     draw_perplexity,
+    how_to_read,
     style,
     write,
 )
-from megatron.report.encoding_figures import figures_of_model
+from megatron.report.encoding_figures import NO_PICTURE, figures_of_model
 from megatron.results.comparison import compared
 from megatron.results.comparison_table import how_made, tables_of, two_by_two
 from megatron.results.files import PICTURES, read_results
@@ -37,11 +38,14 @@ from megatron.results.row import (
     COLUMNS,
     LABELS,
     SETTING,
+    SHOWN_IF_SET,
     TASK,
     VARIANT,
     Row,
     plain,
     run_of,
+    seed_in_words,
+    shown_fact,
     text_of,
     with_facts,
 )
@@ -67,6 +71,7 @@ class PageSection:
     tables: perplexity and, if rows have them, bits per byte; or the accuracy of a task
     figures: their names by what they show
     coloured: texts of one run of each encoding, window by window: tokens with class and gain
+    over_seeds: whether a curve is a mean over several seeds
     compared: differences from the reference, with notes; reason: why there are none
     """
 
@@ -75,6 +80,7 @@ class PageSection:
     tables: list[Table]
     figures: dict[str, str] = field(default_factory=dict)
     coloured: dict[str, list[list[tuple[str, str, str]]]] = field(default_factory=dict)
+    over_seeds: bool = False
     compared: list[Table] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     reason: str = ""
@@ -84,7 +90,8 @@ class PageSection:
 class Page:
     """The contents of page.html: sections by text and protocol, probes, kernels, and gaps.
 
-    tasks, kernels: names of figures; probed: tables of each probed model, by its label
+    tasks: captions by the names of figures; kernels: names of figures
+    probed: tables of each probed model, by its label
     gaps: what is missing, and its cause; faults: checkpoints that could not be read, and why
     figures: by the names of their files
     """
@@ -92,7 +99,7 @@ class Page:
     rows: Sequence[Row]
     probes: Sequence[ProbeRow]
     sections: list[PageSection] = field(default_factory=list)
-    tasks: list[str] = field(default_factory=list)
+    tasks: dict[str, str] = field(default_factory=dict)
     probed: dict[str, list[Table]] = field(default_factory=dict)
     kernels: list[str] = field(default_factory=list)
     models: Table | None = None
@@ -111,7 +118,9 @@ class Page:
             _, _, svg = file.getvalue().partition("<svg ")
             svg = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>f{number}-", svg)
             first, *_ = figure.axes
-            _, curves = first.get_legend_handles_labels()
+            curves = [bars.get_label() for bars in first.containers]
+            if legend := first.get_legend():
+                curves = [text.get_text() for text in legend.get_texts()]
             title_of = [figure.get_suptitle(), first.get_title(loc="left")]
             words = [*title_of, first.get_ylabel(), *curves]
             spoken = "; ".join(filter(None, words))
@@ -150,7 +159,7 @@ def page_of_rows(
     first_rows = [of_run[0] for of_run in probes_of_runs.values()]
     names = []
     for row in first_rows:
-        model = f"{row['pos_emb']}, seed {row.get('seed')}, step {row['step']}"
+        model = f"{row['pos_emb']}{seed_in_words(row)}, step {row['step']}"
         names.append(f"{model}, {text_of(row) or 'a text'}")
     labels = labels_of(first_rows, LABELS, names=names)
     for label, of_run in zip(labels, probes_of_runs.values(), strict=True):
@@ -163,10 +172,15 @@ def page_of_rows(
     every_row = [*page.rows, *probes]
     not_of_model = dict.fromkeys((*SETTING, *VARIANT))
     models = kinds([with_facts(row, not_of_model) for row in every_row])
+    tried: set[str] = set()
     for number, (label, of_model) in enumerate(models.items(), 1):
         row_of = {row.get("checkpoint", ""): row for row in of_model}
         row_of.pop("", None)
+        # Rows of a sweep and probes of the same checkpoint are two kinds.
+        if tried & row_of.keys():
+            continue
         for checkpoint, row in row_of.items():
+            tried.add(checkpoint)
             try:
                 model = model_beside(checkpoint, files, row["config_hash"])
             except ValueError as fault:
@@ -176,18 +190,24 @@ def page_of_rows(
             if model is None:
                 page.gaps.append((checkpoint, NOT_FOUND))
                 continue
-            title = f"{label}, seed {row.get('seed')}"
-            for name, figure in figures_of_model(model, title).items():
+            title = f"{label}{seed_in_words(row)}"
+            figures = figures_of_model(model, title)
+            for name, figure in figures.items():
                 page.kernels.append(f"{number}-{name}")
                 page.figures[f"{number}-{name}"] = figure
+            if len(figures) < len(model.placed):
+                page.gaps.append((f"an encoding of {title}", NO_PICTURE))
             break  # of each model, the first checkpoint that can be read
 
     keys = ["checkpoint", *COLUMNS]
-    head = ["checkpoint", *COLUMNS.values()]
+    for key in SHOWN_IF_SET:
+        if not any(key in row for row in every_row):
+            keys.remove(key)
+    head = [COLUMNS.get(key, key) for key in keys]
     lines = {}
     for row in every_row:
-        facts = [row.get(key) for key in keys]
-        line = [plain(fact) if fact else "-" for fact in facts]
+        facts = [shown_fact(row, key) for key in keys]
+        line = ["-" if fact in (None, "", {}) else plain(fact) for fact in facts]
         lines.setdefault(tuple(line), line)
     page.models = Table(head, list(lines.values()))
     return page
@@ -207,6 +227,8 @@ def _add_text(page: Page, heading: str, members: Sequence[Row], against: str | N
     shown = quantities_of(rows)
     section_tables = [table_of_text(rows, quantity, over_seeds=True) for quantity in shown]
     section = PageSection(heading, protocol, section_tables)
+    seeds = [{row.get("seed") for row in of_kind} for of_kind in groups.values()]
+    section.over_seeds = max(map(len, seeds)) > 1
     if known := with_bits(rows):
         section.tables.append(table_of_text(known, BITS, over_seeds=True))
 
@@ -224,7 +246,7 @@ def _add_text(page: Page, heading: str, members: Sequence[Row], against: str | N
     figures = {}
     prefix = f"{len(page.sections) + 1}-" if page.sections else ""
     if protocol == TASK:
-        page.tasks.append(f"{prefix}accuracy")
+        page.tasks[f"{prefix}accuracy"] = how_to_read({heading: groups})
         page.figures[f"{prefix}accuracy"] = draw_accuracy({heading: groups})
     elif len({row["length"] for row in rows}) > 1:
         figures["perplexity"] = draw_perplexity(groups)

@@ -13,6 +13,7 @@ from megatron.results.row import (
     LABELS,
     OF_TRAINING,
     SETTING,
+    SHOWN_IF_SET,
     TASK,
     TEXT_LABELS,
     TRAINED,
@@ -146,7 +147,7 @@ def labels_of(
     names: what labels begin with, by default the encoding
 
     An unusual value of how a row was evaluated is named wherever rows differ in it, whatever the
-    encoding. An unknown value adds no word.
+    encoding; an unusual kind of layers, gate or optimizer always. An unknown value adds no word.
     """
     if axes is None:
         axes = axes_of(rows)
@@ -163,6 +164,7 @@ def labels_of(
             if value is None:
                 continue
             named = rows_differ and key in VARIANT and value != USUAL.get(key)
+            named = named or key in SHOWN_IF_SET
             if named or len(values_of[labels[number]]) > 1:
                 labels[number] += f", {key} {plain(value)}"
     return labels

@@ -76,6 +76,10 @@ class Question(Variant, Setting, total=False):
     parent: dict[str, Any]  # {path, step, config_hash, weights} that a fine-tuning started from
     bos_token: str  # stands before each text, as the tokenizer of an import asks; none: nothing
     trained_on: str  # corpora of a blend and their weights; none: one corpus
+    layer_kinds: str  # kinds of layers, such as "3 gated_delta + 1 attention"; none: attention
+    attention_gate: str  # head or element; none: no gate
+    optimizer_type: str  # none: Adam
+    origin: str  # Hugging Face's class of an imported model, whose seed is unknown
     parent_model: str  # its encoding and step, such as "rotary step 700"; none: from scratch
     sweep: str  # name of the sweep that trained the model
     cell: dict[str, Any]  # the point of the sweep's grid: {axis: value}
@@ -159,10 +163,14 @@ DEFAULTS.pop("dtype")
 # The one list of what makes measurements different, beside the encoding and the length, which have
 # a place of their own in tables. Labels keep its order: what was measured stands first, the axes of
 # sweeps and bookkeeping last. EXPLAINS: words for what the hash of a configuration contains.
+# SHOWN_IF_SET: what a row has only where the model differs from the default, so that labels and the
+# table of models always name it.
+SHOWN_IF_SET = ("layer_kinds", "attention_gate", "optimizer_type")
 OF_TRAINING = ("train_length", "step", "windows_per_step", "trained_on", "parent_model")
-EXPLAINS = {"pos_emb_args", "sweep", *OF_TRAINING} - {"step"}
+EXPLAINS = {"pos_emb_args", "sweep", *SHOWN_IF_SET, *OF_TRAINING} - {"step"}
 BOOKKEEPING = ("sweep", "config_hash", "checkpoint", "tokens", "stride", "text", "key_text")
-LABELS = ("pos_emb_args", *VARIANT, "bos_token", *OF_TRAINING, "seed", *SETTING, *BOOKKEEPING)
+_OF_MODEL = ("bos_token", *SHOWN_IF_SET, *OF_TRAINING)
+LABELS = ("pos_emb_args", *VARIANT, *_OF_MODEL, "seed", *SETTING, *BOOKKEEPING)
 RUN = ("pos_emb", *(key for key in LABELS if key not in (*EXPLAINS, *PLACE)))
 KIND_LABELS = tuple(key for key in LABELS if key not in ("seed", *SETTING, *PLACE))
 KIND = ("pos_emb", *(key for key in KIND_LABELS if key not in ("config_hash", "checkpoint")))
@@ -185,6 +193,9 @@ NOTES = {
 COLUMNS = {
     "pos_emb": "pos_emb",
     "pos_emb_args": "options",
+    "layer_kinds": "layers",
+    "attention_gate": "gate",
+    "optimizer_type": "optimizer",
     "dtype": "dtype",
     "train_length": "trained at",
     "step": "step",
@@ -281,6 +292,17 @@ def text_of(row: Question) -> str:
 def encoding_of(row: Question) -> str:
     """The encoding's name in tables and figures, such as p_rope: a sweep's own, or `pos_emb`."""
     return (row.get("cell") or {}).get(ENCODING_AXIS) or row["pos_emb"]
+
+
+def shown_fact(row: Question, key: str) -> Any:
+    """A fact as notes and pages show it: the seed of an imported model's configuration is none."""
+    return None if key == "seed" and "origin" in row else row.get(key)
+
+
+def seed_in_words(row: Question) -> str:
+    """Such as ", seed 1234"; empty if there is none."""
+    seed = shown_fact(row, "seed")
+    return "" if seed is None else f", seed {seed}"
 
 
 def trained_length(row: Question) -> int | None:

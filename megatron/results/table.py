@@ -21,6 +21,7 @@ from megatron.results.row import (
     Row,
     identity,
     plain,
+    shown_fact,
     text_of,
     trained_length,
     value_of,
@@ -91,7 +92,8 @@ class Table:
         rule = ["---"] + ["---:"] * (len(self.head) - 1)
         lines = [self.title, ""] if self.title else []
         for words in (self.head, rule, *self.body):
-            text = " | ".join(words).replace("*", "\\*")
+            cells = [word.replace("|", "\\|") for word in words]
+            text = " | ".join(cells).replace("*", "\\*")
             lines.append(f"| {text} |")
         if self.notes:
             lines += ["", "  \n".join(self.notes).replace("*", "\\*")]
@@ -240,7 +242,7 @@ def table_of_text(rows: Sequence[Row], quantity: Quantity, *, over_seeds: bool =
     if over_seeds:
         head.append("seeds")
     head += starred(rows, lengths)
-    notes = [f"{quantity.name} on {setting(rows)}"]
+    notes = []
     if quantity in (PERPLEXITY, TOKENS_RIGHT):
         notes += _notes(rows, groups, quantity, each=not over_seeds)
     elif quantity is BITS:
@@ -263,9 +265,9 @@ def table_of_text(rows: Sequence[Row], quantity: Quantity, *, over_seeds: bool =
         tokenizers = {row.get("tokenizer") for row in rows}
         if len(tokenizers) > 1:
             notes.append(OTHER_TOKENIZERS)
-    if over_seeds:
+    if over_seeds and any(line[1] != "1" for line in body):
         notes.append("mean ± standard deviation over seeds")
-    return Table(head, body, notes)
+    return Table(head, body, notes, title=f"{quantity.name} on {setting(rows)}")
 
 
 def starred(rows: Sequence[Row], lengths: Iterable[int]) -> list[str]:
@@ -364,8 +366,8 @@ def _notes(
 
 def _facts(row: Row, keys: Iterable[str]) -> str:
     """Some of the noted keys of a row, such as "float32, step 1000, seed 1234"."""
-    known = {key: row.get(key) for key in keys if row.get(key) is not None}
-    return ", ".join(NOTES[key].format(value) for key, value in known.items())
+    facts = [(key, shown_fact(row, key)) for key in keys]
+    return ", ".join(NOTES[key].format(value) for key, value in facts if value is not None)
 
 
 def setting(rows: Sequence[Row]) -> str:

@@ -21,7 +21,6 @@ from megatron.folder_lock import owned_folder
 from megatron.model import from_config
 from megatron.parallel.grid import Grid, owned_by_first, shared_faults
 from megatron.parallel.threads import count_parameters, local_processes, use_threads
-from megatron.positions.layers import name_of_layers
 from megatron.training import checkpoint
 from megatron.training.batches import Batches, length_of_step, open_text, with_epochs
 from megatron.training.fits import check_fits
@@ -130,7 +129,7 @@ def train(config: Config, grid: Grid) -> Path | None:
         parent_weights = match_weights(start, model)
         trainer = Trainer(config, model, grid)
         logger.info(
-            f"{name_of_layers(config.position)}: {whole:,} parameters,"
+            f"{config.label}: {whole:,} parameters,"
             f" {of_encoding:,} of them in the encoding;"
             f" {vocab} rows of vocabulary; config {config.hash}"
         )

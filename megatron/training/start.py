@@ -24,7 +24,6 @@ from megatron.errors import UserError
 from megatron.model import GPT, Architecture, positions_from_config
 from megatron.parallel.grid import Grid, shared_faults
 from megatron.positions import Position
-from megatron.positions.layers import name_of_layers
 from megatron.positions.outline import Outline
 from megatron.training.batches import windows_per_step
 from megatron.training.trainer import Trainer
@@ -106,8 +105,7 @@ class Start:
         """The parent as result rows call it: `rotary step 700`."""
         if self.parent is None:
             return self.record.get("parent_model")
-        name = name_of_layers(self.parent.config.position)
-        return f"{name} step {self.parent.record['step']}"
+        return f"{self.parent.config.label} step {self.parent.record['step']}"
 
 
 def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:

@@ -104,6 +104,13 @@ def test_every_key_of_model_and_attention_is_kept(settings, tmp_path):
     folder, model = exported(tmp_path, *settings)
     assert json.loads((folder / "config.json").read_text())["model_type"] == "positions_gpt"
     check_same_in_transformers(folder, model)
+    card = (folder / "README.md").read_text()
+    assert "no class of transformers is exactly this model" in card
+    for key, words in {
+        "attention_gate=head": "| encoding | rotary, attention_gate head |",
+        "layers=[gated_delta, attention, kda]": "layer_kinds 1 gated_delta + 1 attention + 1 kda |",
+    }.items():
+        assert (words in card) == (key in settings)
 
 
 STANDARD = {

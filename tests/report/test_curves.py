@@ -19,6 +19,7 @@ from megatron.report.curves import (
     plot_results,
     write,
 )
+from megatron.report.page import page_of_rows
 from megatron.results.labels import kinds, runs
 from megatron.results.row import by_text
 from tests.results.rows import answers, rows
@@ -95,6 +96,19 @@ def test_a_pass_by_position_is_drawn_as_the_difference_from_an_encoding(tmp_path
     assert {f"Loss minus that of {reference}", "difference in loss (nats per token)"} <= {*found}
 
 
+@pytest.mark.parametrize(
+    "name", ["$$", "$\\frac{", "_mine", "a_b^c\\d", "<script>", "{x}", "%s", "a & b"]
+)
+def test_a_name_is_drawn_as_it_is_written(name, tmp_path):
+    found = [*curve(name, 12.0, 11.0, 10.0), *answers(name, {512: 0.5})]
+    for number, picture in ((0, found[:3]), (1, found[3:])):
+        plot_results(picture, tmp_path / f"{number}.svg", title=f"Of {name}")
+        shown = words(tmp_path / f"{number}.svg")
+        assert {f"Of {name}", (f"{name}: 10.00", name)[number]} <= {*shown}
+    page = page_of_rows(found).html(name)
+    assert f'equal_tokens; perplexity; {name}: 10.00"' in html.unescape(page), "it is spoken"
+
+
 def test_a_mean_over_seeds_has_a_band_and_every_length_needs_all_seeds():
     seeds = [*curve("t5", 12.0, 9.0, None, seed=1), *curve("t5", 10.0, 9.0, 7.0, seed=2)]
     (axes,) = draw_perplexity({"t5": seeds}).axes
@@ -124,6 +138,16 @@ def test_a_heatmap_has_a_panel_for_each_task_with_the_mean_and_the_spread_of_eve
     assert cells == ["512*", "1024", "2048", *copying, "512*", "1024", "60", "50"]
     with pytest.raises(UserError, match="tasks and texts have no common plot"):
         plot_results([*found, *ROWS], tmp_path / "both.svg")
+
+
+def test_no_heading_of_a_narrow_heatmap_is_cut():
+    groups = kinds(answers("t5", {512: 0.6}, corpus="task:flip_flop"))
+    figure = draw_accuracy({"task:flip_flop": groups}, "Accuracy beyond the training length")
+    figure.draw_without_rendering()
+    for text in figure.findobj(Text):
+        if text.get_text() and text.get_in_layout():
+            box = text.get_window_extent()
+            assert Bbox.intersection(box, figure.bbox).bounds == box.bounds, text
 
 
 def luminance(colour):

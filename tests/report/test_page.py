@@ -166,6 +166,17 @@ def test_the_text_of_a_section_is_coloured_by_what_far_context_gains():
     assert max(gain.lines[0].get_xdata()) < 1.5 <= max(lose.lines[0].get_xdata()) * 2**0.5
 
 
+def test_the_page_says_nothing_of_seeds_and_hatches_where_there_are_none():
+    one_seed = [*rows("alibi", {512: 10.0, 1024: 9.0}), *answers("alibi", {512: 1.0})]
+    several = rows("alibi", {512: 11.0, 1024: 9.5}, seed=2) + answers("alibi", {512: 0.5}, seed=2)
+    shown = page_of_rows(one_seed).html("t")
+    assert "over seeds" not in shown
+    assert "hatched" not in shown
+    shown = page_of_rows([*one_seed, *several, *answers("mep", {1024: 0.5})]).html("t")
+    assert "Each curve is a mean over seeds" in shown
+    assert "mean ± standard deviation over seeds; hatched: not measured" in shown
+
+
 def test_probes_of_each_model_have_tables():
     shared = {"pos_emb": "mep", "seed": 1, "step": 10, "corpus": "stdlib", "part": "valid"}
     shared |= {"config_hash": "a", "length": 512}
@@ -199,6 +210,8 @@ def test_probes_of_each_model_have_tables():
 def test_curves_that_stay_low_are_drawn_once_more():
     page = page_of_rows([*MEASURED, *rows("rotary", {512: 11.0, 1024: 10.0})])
     near = page.figures["perplexity-near"].axes[0]
+    *_, last = near.get_legend().get_texts()
+    assert last.get_text() == "too far above to be drawn: mep"
     labels = {line.get_label().split(":")[0] for line in near.lines}
     assert {"alibi", "rotary"} <= labels
     assert "mep" not in labels
@@ -248,6 +261,20 @@ def test_beside_the_results_each_model_finds_its_own_checkpoint(tmp_path):
     shown = page.html("t")
     assert 'aria-label="alibi, seed 1234' in shown
     assert "kernel exp(bias)" in shown
+    # Of a sweep's rows and of the probes, it is one checkpoint; an imported model has no seed.
+    found = rows("alibi", {512: 9.0}, **place, sweep="s", origin="LlamaForCausalLM")
+    probe = {"probe": "copy", "length": 9, "reason": "it ends"}
+    page = page_of_rows(found, [found[0] | probe | {"sweep": None}], files)
+    assert page.kernels == ["1-encoding"]
+    assert "seed 1234" not in page.html("t")
+
+
+def test_an_encoding_without_a_picture_is_a_gap(tmp_path):
+    path, config_hash = checkpoint_of_bytes(tmp_path, *SMALL, "pos_emb=fox")
+    page = page_of_rows(rows("fox", {512: 9.0}, checkpoint=str(path), config_hash=config_hash))
+    ((place, cause),) = page.gaps
+    assert place == "an encoding of fox, seed 1234"
+    assert "depends on distance" in cause
 
 
 def test_the_code_of_a_checkpoint_is_not_run_for_its_picture(tmp_path, own_registry):

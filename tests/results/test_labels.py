@@ -33,6 +33,18 @@ def test_runs_of_one_encoding_differ_in_the_first_thing_that_differs():
         assert list(found) == [*(f"rotary, {words}" for words in labels), "alibi"]
 
 
+def test_unusual_layers_gates_and_optimizers_are_always_named():
+    hybrid = one("none", layer_kinds="3 gated_delta + 1 attention", optimizer_type="Muon")
+    gated = one(attention_gate="head", cell={"encoding": "rotary", "gate": "gated"})
+    assert list(kinds([hybrid, one("none"), gated])) == [
+        "none, layer_kinds 3 gated_delta + 1 attention, optimizer_type Muon",
+        "none",
+        "rotary, attention_gate head",
+    ]
+    label = "none, layer_kinds 3 gated_delta + 1 attention, optimizer_type Muon"
+    assert select(label, runs([hybrid])) == label
+
+
 def test_a_sweep_gives_its_encodings_their_names():
     half = one(pos_emb_args={"fraction": 0.5}, cell={"encoding": "p_rope"})
     layers = one("rotary, none", window="8,none", cell={"encoding": "rnope_swa"})

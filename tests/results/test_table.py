@@ -12,26 +12,27 @@ from tests.results.rows import TWO, answers, rows, with_bytes
 BEYOND = "pos_emb: learned positions end at 512, so length 1024 cannot be computed"
 
 
-def test_the_table_has_a_line_per_encoding_a_column_per_length_and_the_protocol_beneath():
+def test_the_table_has_a_line_per_encoding_a_column_per_length_and_the_protocol_above():
     assert table(TWO) == (
+        "perplexity on stdlib valid, 8,192 tokens (16 x 512 to 8 x 1024), protocol equal_tokens\n"
         "pos_emb    512*   1024\n"
         "----------------------\n"
         "mep_free  12.31  12.10\n"
         "rotary    12.40  351.3\n"
-        "\n"
-        "perplexity on stdlib valid, 8,192 tokens (16 x 512 to 8 x 1024), protocol equal_tokens\n"
         "each: step 2000, seed 1234\n"
         "* training length\n"
         "mep_free: config ab12cd34ef56\n"
         "rotary: config 0123456789ab"
     )
-    assert table(TWO, markdown=True).startswith(
+    assert table([*TWO, *rows("a|b", {512: 9.0})], markdown=True).startswith(
+        "perplexity on stdlib valid, 8,192 tokens (16 x 512 to 8 x 1024), protocol equal_tokens\n"
+        "\n"
         "| pos_emb | 512\\* | 1024 |\n"
         "| --- | ---: | ---: |\n"
         "| mep_free | 12.31 | 12.10 |\n"
         "| rotary | 12.40 | 351.3 |\n"
+        "| a\\|b | 9.00 |  |\n"
         "\n"
-        "perplexity on stdlib valid, 8,192 tokens (16 x 512 to 8 x 1024), protocol equal_tokens  \n"
     )
 
 
@@ -75,11 +76,12 @@ def test_a_mean_over_seeds_is_over_all_or_none():
     found = rows("alibi", {512: 10.0, 1024: 9.0}, seed=1, config_hash="1")
     found += rows("alibi", {512: 12.0, 1024: None}, seed=2, config_hash="2")
     lines = table(with_bytes(found[::2], 30_000) + found[1::2], over_seeds=True).splitlines()
-    assert lines[2].split() == ["alibi", "2", "11.00", "±", "1.41", "n/a"]
+    assert lines[3].split() == ["alibi", "2", "11.00", "±", "1.41", "n/a"]
+    assert "standard deviation" not in table(found[:2], over_seeds=True)
     assert lines[-1] == "mean ± standard deviation over seeds"
     bits = [math.log2(perplexity) * 8192 / 30_000 for perplexity in (10.0, 12.0)]
     lines = table(found[::2], bits_per_byte=True, over_seeds=True).splitlines()
-    assert lines[2].split() == ["alibi", "2", f"{mean(bits):.4f}", "±", f"{stdev(bits):.4f}"]
+    assert lines[3].split() == ["alibi", "2", f"{mean(bits):.4f}", "±", f"{stdev(bits):.4f}"]
 
 
 def test_numbers_keep_what_matters_and_stay_narrow():
@@ -97,23 +99,21 @@ def test_a_task_has_tables_of_right_tokens_and_where_they_differ_of_right_answer
     found += answers("learned", {512: 1.0}) + answers("learned", {1024: None}, reason=BEYOND)
     measured = "256 problems of the largest size that fits, 1,024 answer tokens, protocol task"
     assert table(found, over_seeds=True) == (
+        f"token accuracy: % of answer tokens right on task:copy valid, {measured}\n"
         "pos_emb  seeds        512*        1024\n"
         "--------------------------------------\n"
         "rotary       2  99.8 ± 0.1  20.0 ± 7.1\n"
         "learned      1       100.0         n/a\n"
-        "\n"
-        f"token accuracy: % of answer tokens right on task:copy valid, {measured}\n"
         "each: step 2000, config ab12cd34ef56\n"
         "* training length\n"
         f"learned: n/a at 1024: {BEYOND}\n"
         "mean ± standard deviation over seeds\n"
         "\n"
+        f"accuracy: % of answers right in every token on task:copy valid, {measured}\n"
         "pos_emb  seeds        512*       1024\n"
         "-------------------------------------\n"
         "rotary       2  98.0 ± 1.4  0.0 ± 0.0\n"
         "learned      1       100.0        n/a\n"
-        "\n"
-        f"accuracy: % of answers right in every token on task:copy valid, {measured}\n"
         "mean ± standard deviation over seeds"
     )
 
@@ -143,12 +143,11 @@ def test_runs_of_two_tokenizers_stand_in_one_table_with_the_bytes_that_they_scor
     large = with_bytes(rows("alibi", {512: 40.0, 1024: 36.0}, tokenizer="bb"), 36_864.5, "card")
     old = rows("rotary", {512: 12.0}, tokenizer="aa")
     assert table([*small, *large, *old], bits_per_byte=True).splitlines() == [
+        "bits per byte on stdlib valid, 8,192 tokens (16 x 512 to 8 x 1024), protocol equal_tokens",
         "pos_emb                512*    1024",
         "-----------------------------------",
         "alibi, tokenizer aa  1.1802  1.1387",
         "alibi, tokenizer bb  1.1826  1.1489",
-        "",
-        "bits per byte on stdlib valid, 8,192 tokens (16 x 512 to 8 x 1024), protocol equal_tokens",
         "alibi, tokenizer aa: 30,000 bytes scored, bytes counted by the tokenizer",
         "alibi, tokenizer bb: 36,864 bytes scored, bytes estimated: tokens times the mean of the"
         " whole corpus",
