@@ -12,7 +12,6 @@ kills them within 30 seconds and exits with 1.
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -50,14 +49,8 @@ FOR_OTHER_MACHINES = (
     "master_port",
 )
 
-HOST = re.compile(r"((?:\w[\w.-]*@)?(\w[\w.:-]*))\s+slots=([1-9]\d{0,3})")
+HOST = re.compile(r"(?:\w[\w.-]*@)?(\w[\w.:-]*)\s+slots=[1-9]\d{0,3}")
 LARGEST_HOSTFILE = 1_000_000  # bytes
-CONNECTION = 15  # seconds in which a machine must answer ssh
-# The program by which DeepSpeed knows that a launcher is installed.
-PROGRAMS = {
-    **{"pdsh": "pdsh", "openmpi": "ompi_info", "mvapich": "mpiname"},
-    **{"slurm": "sinfo", "mpich": "mpirun", "impi": "mpirun"},
-}
 
 Device = int | str  # as CUDA_VISIBLE_DEVICES names it: a number, or an identifier of a MIG slice
 
@@ -128,8 +121,8 @@ def launch(script: Path, words: Sequence[str], config: Config | None) -> NoRetur
     environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environment.get('PYTHONPATH', '')}".rstrip(":")
     on_this_machine = script.name in ON_THIS_MACHINE
     if config and config.launch.hostfile is not None and not on_this_machine:
-        check_reachable(hosts_of(config), config)
-        _become(on_many_machines(script, words, config), environment)
+        os.environ.update(environment)
+        launch_on_many_machines(script, words, config)
 
     devices = devices_for(script, config)
     if cuda:
@@ -209,10 +202,10 @@ def devices_for(script: Path, config: Config | None) -> list[Device]:
     return devices[:wanted]
 
 
-def hosts_of(config: Config) -> list[str]:
-    """The machines of the hostfile that are chosen, as ssh names them.
+def launch_on_many_machines(script: Path, words: Sequence[str], config: Config) -> NoReturn:
+    """Let DeepSpeed's launcher start the script on the machines of a hostfile, and wait.
 
-    Raises UserError if the hostfile does not exist or is not one.
+    Raises UserError if the file does not exist or is not one, or the launcher cannot start.
     """
     hostfile = Path(str(config.launch.hostfile))
     try:
@@ -222,7 +215,6 @@ def hosts_of(config: Config) -> list[str]:
             f"hostfile: {hostfile} does not exist or cannot be read ({fault.strerror}) - name a"
             " file with lines `host slots=8`"
         ) from None
-    devices: dict[str, list[int]] = {}
     line_of: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
         text = line.decode("utf-8", errors="replace").split("#")[0].strip()
@@ -234,74 +226,33 @@ def hosts_of(config: Config) -> list[str]:
                 f"hostfile: {hostfile}:{number}: {text[:80]!r} is no line `host slots=8` - one"
                 " machine in each line, with its number of devices"
             )
-        name, machine, slots = match.groups()
+        machine = match[1]
         if machine in line_of:
             raise UserError(
                 f"hostfile: {hostfile}: {machine} stands in lines {line_of[machine]} and {number} -"
                 " give each machine once, with all its devices"
             )
         line_of[machine] = number
-        devices[name] = list(range(int(slots)))
-    if not devices:
+    if not line_of:
         raise UserError(f"hostfile: {hostfile} has no machine - write lines `host slots=8`")
 
-    from deepspeed.launcher.runner import LAUNCHER_CLASSES, parse_resource_filter
+    from deepspeed.launcher import runner
 
-    include, exclude = config.launch.include or "", config.launch.exclude or ""
     try:
-        chosen = parse_resource_filter(devices, include, exclude)
-        LAUNCHER_CLASSES[config.launch.launcher].validate_active_resources(chosen)
-    except ValueError as fault:
+        runner.main(launcher_words(script, words, config))
+    except (ValueError, RuntimeError, OSError, subprocess.CalledProcessError) as fault:
         raise UserError(
-            f"hostfile: {hostfile} does not fit include, exclude or launcher ({fault}) - write"
-            " include: host:0,1@other:0, and the name of a user into ~/.ssh/config"
+            f"hostfile: {hostfile}: DeepSpeed's launcher cannot start ({fault}) - correct it, let"
+            " ssh reach every machine without a password, or start on each with torchrun"
         ) from None
-    if not chosen:
-        raise UserError(f"exclude: {exclude!r} leaves no device")
-    return list(chosen)[: config.launch.num_nodes]
+    sys.exit(0)
 
 
-def check_reachable(hosts: Sequence[str], config: Config) -> None:
-    """Raises UserError if DeepSpeed's launcher could not start processes on these machines."""
-    launcher = config.launch.launcher
-    if len(hosts) > 1 and not shutil.which(PROGRAMS[launcher]):
-        raise UserError(
-            f"launcher: {launcher} is not installed here (no program {PROGRAMS[launcher]}) -"
-            " install it, or start on each machine with torchrun"
-        )
-    if launcher != "pdsh":
-        hosts = hosts[:1]  # DeepSpeed asks it alone, and the launcher reaches the others
-    # DeepSpeed takes the address of the first machine from this.
-    question = ["hostname"] if config.launch.master_addr else ["hostname", "-I"]
-    settings = ("BatchMode=yes", "PasswordAuthentication=no", f"ConnectTimeout={CONNECTION}")
-    options = [word for setting in settings for word in ("-o", setting)]
-    for host in hosts:
-        try:
-            done = subprocess.run(
-                ["ssh", *options, host, *question],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-            )
-        except OSError as fault:
-            raise UserError(
-                f"hostfile: ssh cannot be started ({fault.strerror}) - install it"
-            ) from None
-        if done.returncode:
-            *_, reason = [f"status {done.returncode}", *done.stderr.strip().splitlines()]
-            raise UserError(
-                f"hostfile: {host} does not answer `ssh {host} {' '.join(question)}` ({reason}) -"
-                " let ssh reach it without a password, or start on each machine with torchrun"
-            )
-
-
-def on_many_machines(script: Path, words: Sequence[str], config: Config) -> list[str]:
-    """The launcher that starts processes on the machines of a hostfile."""
+def launcher_words(script: Path, words: Sequence[str], config: Config) -> list[str]:
+    """What DeepSpeed's launcher is given."""
     given = {name: getattr(config.launch, name) for name in FOR_OTHER_MACHINES}
     options = [f"--{name}={value}" for name, value in given.items() if value is not None]
-    runner = ["-u", "-m", "deepspeed.launcher.runner", *options, "--no_local_rank"]
-    return [*runner, str(script), *words]
+    return [*options, "--no_local_rank", str(script), *words]
 
 
 if __name__ == "__main__":
