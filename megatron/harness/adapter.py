@@ -84,32 +84,16 @@ class Harness(TemplateLM):
             tokens.insert(0, begin)
         return tokens
 
-    def loglikelihood(
-        self, requests: Sequence[Any], disable_tqdm: bool = False
-    ) -> list[tuple[float, bool]]:
-        """Of each continuation behind its context: log-likelihood in nats, and whether greedy.
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Both are encoded together; a continuation of which nothing is left then, alone.
 
-        Context and continuation are encoded together, and cut behind as many tokens as the context
-        has, as in the harness. A continuation of which nothing is left then is encoded alone (its
-        pull request 4055).
+        The harness gives the latter no token, and so a probability of 1 (its pull request 4055).
         """
-        encoded = []
-        for request in requests:
-            context, continuation = request.args
-            # As in the harness, spaces at the end of a context are scored.
-            text = context.rstrip()
-            spaces = context[len(text) :]
-            before = self.tok_encode(text)
-            scored = self.tok_encode(context + continuation)[len(before) :]
-            if not scored:
-                scored = self.tok_encode(spaces + continuation, add_special_tokens=False)
-            if not scored:
-                raise UserError(
-                    f"--tasks: the continuation {continuation!r:.80} of {context[-80:]!r} has no"
-                    " tokens - correct the task's file"
-                )
-            encoded.append((request.args, before or [self.prefix_token_id], scored))
-        return self._loglikelihood_tokens(encoded, disable_tqdm=disable_tqdm)
+        before, scored = super()._encode_pair(context, continuation)
+        if not scored:
+            spaces = context[len(context.rstrip()) :]
+            scored = self.tok_encode(spaces + continuation, add_special_tokens=False)
+        return before or [self.prefix_token_id], scored
 
     def _loglikelihood_tokens(
         self,
@@ -120,7 +104,12 @@ class Harness(TemplateLM):
         """(text, context, continuation) of each -> log-likelihood in nats, and whether greedy."""
         asked = []
         self._warn_of_cuts([len(one) + len(more) - 1 for _, one, more in requests])
-        for _, context, continuation in requests:
+        for texts, context, continuation in requests:
+            if not continuation:
+                raise UserError(
+                    f"--tasks: the continuation {texts[1]!r:.80} of {texts[0][-80:]!r} has no"
+                    " tokens - correct the task's file"
+                )
             if len(continuation) > self.max_length:
                 raise UserError(
                     f"--lengths {self.max_length}: a task scores {len(continuation)} tokens at once"
