@@ -10,7 +10,14 @@ from pydantic import BaseModel, Field, ValidationError
 
 from megatron.errors import UserError, did_you_mean, in_words
 from megatron.files import read_small
-from megatron.results.comparison import ALPHA, SEEDS, over_text, why_not_paired
+from megatron.results.comparison import (
+    ALPHA,
+    SEEDS,
+    differences_by_seed,
+    of_common_seeds,
+    over_text,
+    why_not_paired,
+)
 from megatron.results.comparison_table import FEW
 from megatron.results.labels import facts_of, kinds, labels_of, other_differences
 from megatron.results.row import (
@@ -400,27 +407,20 @@ def _effect(claim: Claim, length: int, ours: Sequence[Row], theirs: Sequence[Row
     """The mean difference over seeds, or with too few of them over the text."""
     sides = []
     for rows in (ours, theirs):
-        of_seed = {row.get("seed"): _measured(claim.quantity, row) for row in rows}
-        if len(of_seed) < len(rows):
+        if len({row.get("seed") for row in rows}) < len(rows):
             raise NoRows(f"a seed was measured twice at {length} - give the results of one text")
-        for row in of_seed.values():
+        side = [_measured(claim.quantity, row) for row in rows]
+        for row in side:
             if row["loss"] is None:
                 raise NoRows(f"{row['pos_emb']} at {row['length']}: {row.get('reason')}")
-        sides.append(of_seed)
-    mine, others = sides
-    seeds = [seed for seed in mine if seed in others]
-    by_seed = []
+        sides.append(side)
+    first, second = of_common_seeds(*sides)
     any_text = claim.is_change and ours[0].get("protocol") in OWN_TEXT
-    is_paired = any_text or all(
-        mine[seed].get("text") == others[seed].get("text") for seed in seeds
-    )
-    if is_paired:
-        by_seed = [mine[seed]["loss"] - others[seed]["loss"] for seed in seeds]
+    by_seed = [*differences_by_seed(first, second, any_text=any_text).values()]
     if len(by_seed) >= SEEDS:
         unit = "seeds"
         estimate = mean_over_seeds(by_seed)
     else:
-        first, second = ([side[seed] for seed in seeds or side] for side in sides)
         if reason := why_not_paired(first, second, "the other side"):
             raise NoRows(reason)
         rows = [*first, *second]

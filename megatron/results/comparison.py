@@ -201,34 +201,49 @@ def _compared(
     if label == reference:
         refusals = [row.get("reason") for row in ours if row["loss"] is None]
         return replace(alone, reason=refusals[0] if refusals else None)
-    ours_of = {row.get("seed"): row for row in ours}
-    theirs_of = {row.get("seed"): row for row in theirs}
-    common = [seed for seed in ours_of if seed in theirs_of]
-    if common:
-        ours = [ours_of[seed] for seed in common]
-        theirs = [theirs_of[seed] for seed in common]
+    ours, theirs = of_common_seeds(ours, theirs)
     if reason := why_not_paired(ours, theirs, reference):
         return replace(alone, reason=reason)
-    by_seed = {}
-    same_text = all(ours_of[seed].get("text") == theirs_of[seed].get("text") for seed in common)
-    if same_text:
-        for seed in common:
-            our_loss = ours_of[seed]["loss"]
-            their_loss = theirs_of[seed]["loss"]
-            assert our_loss is not None
-            assert their_loss is not None
-            by_seed[seed] = our_loss - their_loss
-    text = over_text(ours, theirs)
+    by_seed = differences_by_seed(ours, theirs)
     paired = replace(
         alone,
         by_seed=by_seed,
-        over_text=text,
+        over_text=over_text(ours, theirs),
         other_differences="; ".join(other_differences(ours[0], theirs[0]).values()),
     )
     if len(by_seed) < SEEDS:
         return paired
     over_seeds = mean_over_seeds(list(by_seed.values()))
     return replace(paired, over_seeds=over_seeds, p=over_seeds.p)
+
+
+def of_common_seeds(
+    ours: Sequence[Row], theirs: Sequence[Row]
+) -> tuple[Sequence[Row], Sequence[Row]]:
+    """The rows of the seeds that both have, in one order; all rows if they have none in common."""
+    seeds = [row.get("seed") for row in theirs]
+    common = [row for row in ours if row.get("seed") in seeds]
+    if not common:
+        return ours, theirs
+    return common, [theirs[seeds.index(row.get("seed"))] for row in common]
+
+
+def differences_by_seed(
+    ours: Sequence[Row], theirs: Sequence[Row], *, any_text: bool = False
+) -> dict[int | None, float]:
+    """The difference in loss of each common seed, if all pairs have a text in common.
+
+    any_text: whether they need none
+    """
+    differences = {}
+    for row, other in zip(ours, theirs, strict=False):
+        same_text = any_text or row.get("text") == other.get("text")
+        if row.get("seed") != other.get("seed") or not same_text:
+            return {}
+        assert row["loss"] is not None
+        assert other["loss"] is not None
+        differences[row.get("seed")] = row["loss"] - other["loss"]
+    return differences
 
 
 def why_not_paired(ours: Sequence[Row], theirs: Sequence[Row], reference: str) -> str | None:

@@ -78,23 +78,19 @@ class EvaluationRequest(BaseModel):
     @model_validator(mode="after")
     def check(self) -> Self:
         for key, value in self.options.items():
-            fault = None
             if key in OPTIONS:
                 options_of_words(_words({key: value}))
-            elif key not in KEYS:
+                continue
+            if key not in KEYS:
                 names = [*OPTIONS, "only", "eval_tokens", "eval_part"]
                 hint = _hint(key, names, [*names, *KEYS])
-                fault = f"{messages.shortened(key)}: no such option; {hint}"
-            else:
-                try:
-                    SECTIONS[KEYS[key]].model_validate({key: value})
-                except ValidationError as error:  # the section may need other keys too
-                    wrong = [
-                        line for _, kind, line in messages.lines(error, KEYS) if kind != "missing"
-                    ]
-                    fault = wrong[0] if wrong else None
-            if fault is not None:
-                raise ValueError(fault)
+                raise ValueError(f"{messages.shortened(key)}: no such option; {hint}")
+            try:
+                SECTIONS[KEYS[key]].model_validate({key: value})
+            except ValidationError as error:
+                for _, kind, line in messages.lines(error, KEYS):
+                    if kind != "missing":  # the section may need other keys too
+                        raise ValueError(line) from None
         return self
 
 
