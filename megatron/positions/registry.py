@@ -1,9 +1,11 @@
 """Every encoding by its name in the YAML key `pos_emb`, and how one is built from its options."""
 
 import ast
+import errno
 import hashlib
 import inspect
 import math
+import os
 import re
 import sys
 import types
@@ -12,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import UserError, did_you_mean, fault_in
-from megatron.files import read_small
 from megatron.positions.base import DistanceBias, Position, Shape, WrongEncoding
 
 REGISTRY: dict[str, type[Position]] = {}
@@ -78,7 +79,14 @@ def load_file(path: str | Path) -> str:
     """
     path = str(path)
     try:
-        text = read_small(Path(path), LARGEST_USER_FILE).decode("utf-8")
+        # Not by megatron.files: an exported model carries this file, and that one does not.
+        if os.path.exists(path) and not os.path.isfile(path):  # a pipe or a device may never end
+            raise OSError(errno.EINVAL, "it is no regular file")
+        with open(path, "rb") as file:
+            content = file.read(LARGEST_USER_FILE + 1)
+        if len(content) > LARGEST_USER_FILE:
+            raise OSError(errno.EFBIG, f"it has more than {LARGEST_USER_FILE:,} bytes")
+        text = content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as fault:
         reason = getattr(fault, "strerror", None) or "it is not text"
         raise UserError(
