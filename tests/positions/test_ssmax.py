@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron.model import AttentionSettings
 from megatron.positions import Shape, build
@@ -39,24 +38,17 @@ def test_without_learning_the_factor_is_one_at_the_training_length_and_less_befo
     torch.testing.assert_close(factor, expected.expand(3, -1), rtol=1e-6, atol=1e-7)
 
 
-def in_window(query: Tensor, key: Tensor) -> Tensor:
-    return query - key < 20
-
-
-def in_blocks(query: Tensor, key: Tensor) -> Tensor:
-    return query // 24 - key // 24 <= 1  # half of seq_length
-
-
-def in_window_or_sinks(query: Tensor, key: Tensor) -> Tensor:
-    return in_window(query, key) | (key < 3)
-
-
+INDEX = torch.arange(141)
+DISTANCE = INDEX[:, None] - INDEX
+IN_WINDOW = DISTANCE < 20
+IN_BLOCKS = INDEX[:, None] // 24 - INDEX // 24 <= 1  # half of seq_length
+IN_WINDOW_OR_SINKS = IN_WINDOW | (INDEX < 3)
 VISIBLE = {
-    "window": ({"window": 20}, in_window),
-    "blockwise": ({"blockwise": True}, in_blocks),
-    "both": ({"window": 20, "blockwise": True}, in_window),
-    "sinks": ({"window": 20, "sinks": 3}, in_window_or_sinks),
-    "lm_infinite": ({"method": "lm_infinite,window=20,sinks=3"}, in_window_or_sinks),
+    "window": ({"window": 20}, IN_WINDOW),
+    "blockwise": ({"blockwise": True}, IN_BLOCKS),
+    "both": ({"window": 20, "blockwise": True}, IN_WINDOW),
+    "sinks": ({"window": 20, "sinks": 3}, IN_WINDOW_OR_SINKS),
+    "lm_infinite": ({"method": "lm_infinite,window=20,sinks=3"}, IN_WINDOW_OR_SINKS),
 }
 
 
@@ -79,9 +71,7 @@ def test_n_is_the_number_of_keys_that_a_query_attends_to(settings, visible, name
 
     fused, found = (tensor.double() for tensor in tensors)
     q, k, v = fused.view(2, 141, 4, 24).transpose(1, 2).split(8, dim=3)
-    index = torch.arange(141)
-    query, key = index[:, None], index
-    mask = (key <= query) & visible(query, key)
+    mask = visible.tril()
     log_n = mask.sum(1).double().log()
     factor = 0.43 * log_n if is_ssmax else (log_n / math.log(48)).clamp(min=1)
     scores = factor[:, None] * (q @ k.mT) / math.sqrt(8)

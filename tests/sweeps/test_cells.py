@@ -91,11 +91,21 @@ def test_axes_are_settings_files_or_settings_under_a_name(tmp_path):
     assert [cell.name for cell in some.cells] == ["alibi-wide-1", "t5-wide-1"]
 
 
-def test_an_emoji_and_an_option_that_is_off_are_plain_values(tmp_path):
-    text = TINY.replace("{", "{wandb_group: 😀, ", 1) + "grid: {seed: [1]}\n"
+def test_emojis_options_that_are_off_and_paths_as_of_a_shell_are_plain_values(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "base.yml").write_text("log_dir: ~/logs\n")
+    text = TINY.replace("{", "{wandb_group: 😀, ", 1).replace(
+        "data_path: text", "data_path: ~/text"
+    )
     path = tmp_path / "mine.yml"
-    path.write_text(text + "evaluate: {a: {two_by_two: false}}\n")
+    path.write_text(
+        f"base: [~/base.yml]\n{text}grid: {{seed: [1]}}\nevaluate: {{a: {{two_by_two: false}}}}\n"
+    )
     (cell,) = load_sweep(path, tmp_path / "𠮷田").cells
+    assert cell.config["data_path"] == str(tmp_path / "text")
+    assert cell.config["log_dir"] == str(tmp_path / "logs")
     assert cell.config["wandb_group"] == "😀"
     assert cell.config["save"] == str(tmp_path / "𠮷田/1")
     assert cell.evaluations[0].words == ()
@@ -226,13 +236,3 @@ def test_results_of_another_sweep_are_neither_replaced_nor_emptied(path, tmp_pat
     reproduced = call("tools/reproduce.py", "kerple-table5", "--folder", tmp_path)
     assert results.read_text() == "rows\n"
     assert reproduced.stdout.count("missing") == 36
-
-
-def test_paths_of_a_sweep_are_read_as_a_shell_reads_them(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("CORPUS", "/data/text")
-    (tmp_path / "base.yml").write_text("log_dir: ~/logs\n")
-    text = TINY.replace("data_path: text", "data_path: $CORPUS")
-    (cell,) = sweep_of(tmp_path, f"base: [~/base.yml]\n{text}grid: {{seed: [1]}}\n").cells
-    assert cell.config.data.data_path == "/data/text"
-    assert cell.config.logging.log_dir == str(tmp_path / "logs")

@@ -91,55 +91,57 @@ def test_a_stage_of_zero_as_early_pythons_3_11_write_it_is_read_and_no_other_att
         torch.load(tmp_path / "state.pt")
 
 
+STATE = "global_step4/mp_rank_00_model_states.pt"
+
+
+def replace_state(state: Path, content: dict) -> None:
+    """Write an engine's state with the record of whoever wrote it."""
+    torch.save(content, state)
+    record = read_record(state.parent)
+    record["files"][state.name] = entry_of(state)
+    write_record(state.parent, record)
+
+
 def test_pickles_that_would_run_code_are_not_loaded(grid, corpus, trained, tmp_path):
     class Harmful:
         def __reduce__(self):
             return (Path.touch, (tmp_path / "ran",))
 
     folder = copy_of(trained, tmp_path)
-    state = folder / "global_step4" / "mp_rank_00_model_states.pt"
-    torch.save({"module": Harmful()}, state)
-    record = read_record(state.parent)  # of whoever wrote this file
-    record["files"][state.name] = entry_of(state)
-    write_record(state.parent, record)
+    replace_state(folder / STATE, {"module": Harmful()})
     for more in ([], ["zero_optimization.stage=1"]):
         with pytest.raises(UserError, match=r"the engine's state cannot be .*\(Weights only load"):
             train(settings(corpus, folder, *more), grid)
     assert not (tmp_path / "ran").exists()
 
 
-def small(content: dict) -> None:
-    content["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3)
-
-
-def turned(content: dict) -> None:
+def turned(averages: dict, _) -> None:
     """As many numbers in another shape."""
-    state = content["optimizer"]["state"][0]
-    key = next(key for key, value in state.items() if value.dim() == 2)
-    state[key] = state[key].mT.clone()
-
-
-def without_average(content: dict) -> None:
-    del content["optimizer"]["state"][1]["exp_avg"]
-
-
-def without_averages(content: dict) -> None:
-    content["optimizer"]["state"].clear()
-
-
-def other_weight(content: dict) -> None:
-    content["module"]["norm.weight"] += 1
+    key = next(key for key, value in averages[0].items() if value.dim() == 2)
+    averages[0][key] = averages[0][key].mT.clone()
 
 
 @pytest.mark.parametrize(
     ("forge", "words", "reason"),
     [
-        (small, [], "exp_avg of tensor 0 has the shape [3], not [512, 32]"),
+        (
+            lambda averages, _: averages[0].update(exp_avg=torch.zeros(3)),
+            [],
+            "exp_avg of tensor 0 has the shape [3], not [512, 32]",
+        ),
         (turned, ["optimizer.type=Muon"], "has the shape [32, 96], not [96, 32]"),
-        (without_averages, [], "exp_avg of tensor 0 is missing"),
-        (other_weight, [], "norm.weight is another one than in model.safetensors"),
+        (lambda averages, _: averages.clear(), [], "exp_avg of tensor 0 is missing"),
+        (
+            lambda _, weights: weights["norm.weight"].add_(1),
+            [],
+            "norm.weight is another one than in model.safetensors",
+        ),
         (turned, ["zero_optimization.stage=1"], "exp_avg has the shape [32, 512]"),
-        (without_average, ["precision=bf16"], "exp_avg is missing"),
+        (
+            lambda averages, _: averages[1].pop("exp_avg"),
+            ["precision=bf16"],
+            "exp_avg is missing",
+        ),
     ],
 )
 def test_a_state_that_does_not_fit_the_weights_is_refused_before_a_step(
@@ -150,15 +152,11 @@ def test_a_state_that_does_not_fit_the_weights_is_refused_before_a_step(
     if "Muon" in str(words):
         folder = tmp_path / "muon"
         train(settings(corpus, folder, "train_iters=4", *words), grid)
-    state = folder / "global_step4" / "mp_rank_00_model_states.pt"
-    content = torch.load(state, weights_only=False)
-    forge(content)
-    torch.save(content, state)
-    record = read_record(state.parent)  # of whoever wrote this file
-    record["files"][state.name] = entry_of(state)
-    write_record(state.parent, record)
-    message = f"the engine's state cannot be loaded (.*{re.escape(reason)}"
-    with pytest.raises(UserError, match=message.replace("(", r"\(", 1)):
+    content = torch.load(folder / STATE, weights_only=False)
+    forge(content["optimizer"]["state"], content["module"])
+    replace_state(folder / STATE, content)
+    message = r"the engine's state cannot be loaded \(.*" + re.escape(reason)
+    with pytest.raises(UserError, match=message):
         train(settings(corpus, folder, *words), grid)
 
 
