@@ -45,11 +45,11 @@ test-docs: $(INSTALLED)
 	$(PYTEST) -m docs
 
 # On a machine with a GPU, with what PYTHON has there: no .venv is made. Tests of the kernels need torch, numpy and
-# pytest (7.4 or newer) alone, and Triton a C compiler at its first launch; what is missing skips a test or a step with its
+# pytest (7.4 or newer) alone, and Triton a C compiler at its first launch; what is missing skips a test with its
 # reason. Three blocks of under ten minutes, one or all:
 #   make gpu-check BLOCK=1
 # Files are written to OUT as it goes. The same command again runs what failed, was stopped, or had not begun,
-# and what was done with another commit, device or command.
+# and what was done with another commit or command.
 # docs/first_gpu.md says what each figure decides. DRY=1 runs the same commands with small sizes on a CPU, in five minutes.
 # Where nothing can be fetched, DeepSpeed and pydantic come as wheels, made elsewhere by
 # `pip download -d wheels -r requirements.txt`, and

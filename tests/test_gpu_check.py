@@ -64,51 +64,44 @@ def test_tests_of_kernels_and_benchmarks_need_torch_numpy_and_pytest_alone(tmp_p
 
 def test_every_gpu_test_is_in_a_block_and_every_step_on_the_page(tmp_path):
     page = (ROOT / "docs/first_gpu.md").read_text()
-    every = [step for block in (1, 2, 3) for step in steps(block, tmp_path, ["data.yml"])]
-    assert gpu_test_files() <= {word for step in every for word in step["run"]}
+    every = [step for block in "123" for step in steps(block, tmp_path, ["data.yml"], dry=False)]
+    assert gpu_test_files() <= {word for step in every for word in step["command"]}
     for step in every:
         name = re.sub("^(train|evaluate)_.*", r"\1_NAME", step["name"])
         assert f"`{name}`" in page
-    training = next(step for step in every if step["name"] == "train_alibi")["run"]
+    training = next(step for step in every if step["name"] == "train_alibi")["command"]
     assert {"train.py", "data.yml", f"save={tmp_path}/runs/alibi"} <= set(training)
 
 
-def counted(folder: Path, name: str, then: str = "", **more):
+def counted(folder: Path, name: str, then: str = "", seconds: float = 60, needs=()):
     """A step that adds a letter to a file and does something more."""
     line = f"open({str(folder / name)!r}, 'a').write('x'); {then}"
-    step = {"name": name, "run": ["-c", line], "dry": [], "seconds": 60}
-    return {**step, "packages": [], "needs": [], **more}
+    command = [sys.executable, "-c", line]
+    return {"name": name, "command": command, "seconds": seconds, "needs": needs}
 
 
 def test_a_block_goes_on_with_what_is_missing(tmp_path):
-    def statuses(*wanted, **more):
-        records = run_steps(wanted, tmp_path, dry=True, **more)
+    def statuses(*steps, **more):
+        records = run_steps(steps, tmp_path, **more)
         assert json.loads((tmp_path / "summary.json").read_text()) == records
         return {name: record["status"] for name, record in records.items()}
 
-    good = counted(tmp_path, "good")
-    rest = [
-        counted(tmp_path, "long", "import time; time.sleep(600)", seconds=1.5),
-        counted(tmp_path, "lacking", packages=["no_such_package"]),
-        counted(tmp_path, "waiting", needs=["failing"]),
-    ]
-    first = {"good": "done", "failing": "failed", "long": "stopped"}
-    first |= {"lacking": "skipped", "waiting": "not begun"}
-    assert statuses(good, counted(tmp_path, "failing", "raise SystemExit(3)"), *rest) == first
-    assert "not installed: no_such_package" in (tmp_path / "summary.md").read_text()
-
-    rest[0] = counted(tmp_path, "long")
-    second = dict.fromkeys(first, "done") | {"lacking": "skipped"}
-    assert statuses(good, counted(tmp_path, "failing"), *rest) == second
+    good, late = counted(tmp_path, "good"), counted(tmp_path, "late")
+    failing = counted(tmp_path, "failing", "raise SystemExit(3)")
+    waiting = counted(tmp_path, "waiting", needs=["failing"])
+    long = counted(tmp_path, "long", "import time; time.sleep(600)", 1.5)
+    first = {"good": "done", "failing": "failed", "waiting": "not begun", "long": "stopped"}
+    assert statuses(good, failing, waiting, long) == first
+    repaired = [counted(tmp_path, name) for name in ("failing", "waiting", "long")]
+    assert statuses(good, *repaired) == dict.fromkeys(first, "done")
     counts = {name: (tmp_path / name).read_text() for name in ("good", "failing", "waiting")}
     assert counts == {"good": "x", "failing": "xx", "waiting": "x"}
 
-    records = json.loads((tmp_path / "summary.json").read_text())
-    records["good"]["commit"] = "another"
-    (tmp_path / "summary.json").write_text(json.dumps(records))
+    file = tmp_path / "summary.json"
+    file.write_text(file.read_text().replace('"commit": "', '"commit": "another'))
     assert statuses(good) == {"good": "done"}
     assert (tmp_path / "good").read_text() == "xx"
-    assert statuses(counted(tmp_path, "late"), seconds=0.0) == {"late": "not begun"}
+    assert statuses(late, seconds=0.0) == {"late": "not begun"}
 
 
 def test_a_signal_ends_the_step_that_runs(tmp_path):
@@ -123,7 +116,7 @@ def test_a_signal_ends_the_step_that_runs(tmp_path):
     threading.Thread(target=interrupt).start()
     until = time.monotonic() + 60
     with pytest.raises(KeyboardInterrupt):
-        run_command([sys.executable, "-c", line], tmp_path / "log", until, dry=True)
+        run_command([sys.executable, "-c", line], tmp_path / "log", until)
     with pytest.raises(ProcessLookupError):
         os.kill(int(own.read_text()), 0)
 

@@ -10,20 +10,32 @@ bias in the same round. The tables are given: a model computes them once per ste
 
 import math
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from measure import DTYPES, FIGURES, Bench, arguments, figures, positive, report_progress, table
+from measure import (
+    Call,
+    Candidate,
+    arguments,
+    conditions,
+    measure,
+    mebibytes,
+    positive,
+    quartiles,
+    save,
+    start,
+    table,
+)
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.attention import BACKENDS, attention
 from megatron.cli_errors import guarded
-from megatron.positions import Position, Shape, build
+from megatron.positions import Shape, build
 
 BIASES = {
     "frozen": "alibi",
@@ -35,105 +47,80 @@ BIASES = {
 }
 """An encoding for each kind of bias; the last two are by content."""
 WINDOW = 512
-REFERENCES = ("flash", "plain")
-WAYS = ("rotary", "path", "path_fox", *BACKENDS, "forks")
-# float32 matrices [batch, heads, length, length] that a dense way surely fits in, by backward.
-DENSE_COPIES = {False: 4, True: 12}
-Computation = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v -> output
+ENCODINGS = ("rotary", "path", "path_fox")
+WAYS = (*ENCODINGS, *BACKENDS, "forks")
+DENSE = ("eager", "forks")
+LONGEST_DENSE = 4096  # beyond, all scores need tens of gigabytes, and too much ends the process
+# Flash wherever it can, never cuDNN's kernel.
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """One way to compute attention.
+def prepared(
+    way: str,
+    bias: str,
+    backward: bool,
+    dtype: str,
+    batch: int,
+    heads: int,
+    head_dim: int,
+    device: str,
+    length: int,
+) -> Call:
+    """One way to compute attention, on inputs of its own; bias: a name in BIASES for a backend."""
+    torch.manual_seed(0)
+    learned = []
+    with torch.device(device):
+        numbers = torch.randn(4, batch, heads, length, head_dim).to(getattr(torch, dtype))
+        text = torch.randn(batch, length, heads * head_dim)
+        p, a = torch.rand(2, heads, 1, 1)
+        index = torch.arange(length)
+    *inputs, gradient = numbers
+    shape = Shape(heads, head_dim, heads * head_dim, WINDOW)
 
-    way: one of WAYS or of REFERENCES;
-    tables: a name in BIASES, None for no bias
-    """
+    if way == "plain":
+        compute = plain
+    elif way == "forks":
+        distance = (index[:, None] - index).tril().float()
+        mask = index[:, None] < index
+        learned = [p, a]
+        compute = partial(forks, p=p, a=a, distance=distance, mask=mask)
+    elif way in ENCODINGS:
+        position = build(way, shape).to(device)
+        learned = list(position.parameters())
 
-    way: str
-    tables: str | None
-    backward: bool
-    dtype: str
-    length: int
-    batch: int
-    heads: int
-    head_dim: int
-    device: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.way}, {self.tables}" if self.tables else self.way
-
-    @property
-    def needs(self) -> float:
-        """Memory of the dense ways on the CPU, where too much ends the process; else 0."""
-        if self.device != "cpu" or self.way not in ("forks", "eager"):
-            return 0
-        return DENSE_COPIES[self.backward] * self.batch * self.heads * self.length**2 * 4
-
-    def prepare(self) -> Callable[[], Any]:
-        """The call to be timed, on inputs of its own."""
-        torch.manual_seed(0)
-        shape = (4, self.batch, self.heads, self.length, self.head_dim)
-        numbers = torch.randn(shape, device=self.device).to(getattr(torch, self.dtype))
-        *inputs, gradient = numbers
-        compute, learned = self._computation()
-        if not self.backward:
-            return torch.no_grad()(lambda: compute(*inputs))
-        leaves = [*inputs, *learned]
-        for leaf in leaves:
-            leaf.requires_grad_()
-        return lambda: torch.autograd.grad(compute(*inputs), leaves, gradient)
-
-    def _computation(self) -> tuple[Computation, list[Tensor]]:
-        """A function of q, k, v, and what else is learned."""
-        if self.way == "plain":
-            return plain, []
-        if self.way == "flash":
-            return sdpa_kernel(SDPBackend.FLASH_ATTENTION)(plain), []
-        if self.way == "forks":
-            p, a = torch.rand(2, self.heads, 1, 1, device=self.device)
-            index = torch.arange(self.length, device=self.device)
-            distance = (index[:, None] - index).tril().float()
-            dense = {"p": p, "a": a, "distance": distance, "mask": index[:, None] < index}
-            return partial(forks, **dense), [p, a]
-        text = torch.randn(self.batch, self.length, self.heads * self.head_dim, device=self.device)
-        if self.tables is None:  # an encoding that gives scores, or turns queries and keys
-            position = self._position(self.way)
-            if position.has("block_scores"):
-
-                def by_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                    scores: dict[str, Any] = {"block_scores": position.block_scores(q, k, text, {})}
-                    if position.has("score_bias"):
-                        scores["score_bias"] = position.score_bias(text, {})
-                    return attention(q, k, v, **scores)
-
-                return by_blocks, list(position.parameters())
-            turn = position.on_queries_keys
-            return lambda q, k, v: plain(*turn(q, k), v), []
-
-        position = self._position(BIASES[self.tables])
-        tables = {
-            "bias": position.distance_bias(self.length),
-            "weight": position.distance_weight(self.length),
-        }
-        if position.has("score_bias"):
-            tables["u"], tables["w"] = position.score_bias(text, {})
+        def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if not position.has("block_scores"):
+                return plain(*position.on_queries_keys(q, k), v)
+            scores: dict[str, Any] = {"block_scores": position.block_scores(q, k, text, {})}
+            if position.has("score_bias"):
+                scores["score_bias"] = position.score_bias(text, {})
+            return attention(q, k, v, **scores)
+    else:
+        position = build(BIASES[bias], shape).to(device)
+        u, w = position.score_bias(text, {}) if position.has("score_bias") else (None, None)
+        tables = [position.distance_bias(length), position.distance_weight(length), u, w]
         # Copies that know nothing of how they were computed.
-        leaves = {name: x.detach().clone() for name, x in tables.items() if x is not None}
-        learned = list(leaves.values()) if list(position.parameters()) else []
-        options: dict[str, Any] = dict(leaves)
-        if "w" in leaves:
-            options["score_bias"] = (options.pop("u", None), options.pop("w"))
-        if self.tables == "window":
-            options["window"] = min(WINDOW, self.length)
-        return partial(attention, backend=self.way, **options), learned
+        added, weight, u, w = (None if x is None else x.detach().clone() for x in tables)
+        if list(position.parameters()):
+            learned = [x for x in (added, weight, u, w) if x is not None]
+        compute = partial(
+            attention,
+            bias=added,
+            weight=weight,
+            score_bias=None if w is None else (u, w),
+            window=min(WINDOW, length) if bias == "window" else None,
+            backend=way,
+        )
 
-    def _position(self, name: str) -> Position:
-        hidden = self.heads * self.head_dim
-        return build(name, Shape(self.heads, self.head_dim, hidden, WINDOW)).to(self.device)
+    if not backward:
+        return torch.no_grad()(partial(compute, *inputs))
+    leaves = [*inputs, *learned]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    return lambda: torch.autograd.grad(compute(*inputs), leaves, gradient)
 
 
+@sdpa_kernel(KERNELS)
 def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention without a bias."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -157,69 +144,52 @@ def forks(
 
 @guarded
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = arguments(__doc__ or "")
+    parser = arguments(__doc__)
     add = parser.add_argument
     lengths = [512, 1024, 2048, 4096, 8192, 16384]
     add("--lengths", nargs="+", type=positive, default=lengths, metavar="L")
     tokens = "batch x length where a length allows; default 16384, on CPU 512"
     add("--tokens", type=positive, metavar="N", help=tokens)
-    add("--dtypes", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
+    dtypes = ["float32", "bfloat16"]
+    add("--dtypes", nargs="+", choices=dtypes, default=dtypes)
     add("--tables", nargs="+", choices=BIASES, default=list(BIASES))
-    ways = "end with 1 if one of these does not run; default: all that run"
-    add("--ways", nargs="+", choices=WAYS, help=ways)
+    add("--ways", nargs="+", choices=WAYS, help="default: all; on CPU without triton")
     add("--heads", type=positive, default=12)
     add("--head_dim", type=positive, default=64)
     options = parser.parse_args(argv)
-    bench = Bench(options)
+    start(options)
     on_gpu = options.device == "cuda"
     tokens = options.tokens or (16384 if on_gpu else 512)
-    wanted = options.ways or WAYS
-    parts = [bench.heading]
+    ways = options.ways or [way for way in WAYS if on_gpu or way != "triton"]
+    print(conditions(options.device))
+    rows = []
     for dtype in options.dtypes:
         for backward in (False, True):
             title = f"{dtype}, {'forward and backward' if backward else 'forward'}"
-            rows = []
+            lines = []
             for length in options.lengths:
-                report_progress(f"{title}, {length}")
                 batch = max(1, tokens // length)
-                sizes = (backward, dtype, length, batch, options.heads, options.head_dim)
-                kinds: list[tuple[str, str | None]] = [("plain", None)]
-                kinds += [("flash", None)] if on_gpu else []
-                for way in wanted:
-                    if way not in BACKENDS:
-                        kinds.append((way, None))
+                facts = {"dtype": dtype, "backward": backward, "batch": batch}
+                sizes = (backward, dtype, batch, options.heads, options.head_dim, options.device)
+                candidates = []
+                for way in ("plain", *ways):
+                    if way in DENSE and length > LONGEST_DENSE:
                         continue
-                    # Without a gradient a learned table is a frozen one.
-                    tables = [one for one in options.tables if backward or one != "learned"]
-                    kinds += [(way, one) for one in tables]
-                candidates = [Candidate(*kind, *sizes, options.device) for kind in kinds]
-                rows += bench.group(candidates, REFERENCES)
-                heads = f"{options.heads} heads of {options.head_dim}"
-                section = f"#### {title}, {heads}\n\n{markdown(rows)}"
-                bench.save("\n".join([*parts, section]))
-            parts.append(section)
-    print("\n".join(parts))
-    lacking = [row for row in bench.rows if row["reason"] and row["way"] in (options.ways or ())]
-    return int(bool(lacking))
-
-
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """Ratios to plain attention with a column for each length, then every figure."""
-    lengths = list(dict.fromkeys(str(row["length"]) for row in rows))
-    ratios: dict[str, list[str]] = {}
-    lines = []
-    for row in rows:
-        name = row["candidate"]
-        cells = ratios.setdefault(name, [name])
-        if row["median_ratio"] is None:
-            cells.append("-")
-        else:
-            cells.append(f"{row['median_ratio']:.2f}")
-        size = f"{row['batch']} x {row['length']}"
-        lines.append([name, size, *figures(row), row["reason"] or ""])
-    overview = table(["ratio", *lengths], list(ratios.values()))
-    every_figure = table(["", "batch x length", *FIGURES, "reason"], lines)
-    return f"{overview}\n{every_figure}"
+                    for bias in options.tables if way in BACKENDS else [""]:
+                        name = f"{way}, {bias}" if bias else way
+                        make = partial(prepared, way, bias, *sizes)
+                        candidates.append(Candidate(name, make, length, facts))
+                for row in measure(candidates, options):
+                    rows.append(row)
+                    cells = [row["reason"], "-"]
+                    if row["ms"]:
+                        cells = [f"{median(row['ms']):,.2f}", quartiles(row["ratios"])]
+                    size = f"{batch} x {length}"
+                    lines.append([row["candidate"], size, *cells, mebibytes(row)])
+                save(rows, options)
+            header = ["", "batch x length", "ms", "ratio (quartiles)", "peak MiB"]
+            print(f"#### {title}\n\n{table(header, lines)}", flush=True)
+    return int(any(row["reason"] for row in rows))
 
 
 if __name__ == "__main__":
