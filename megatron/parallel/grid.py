@@ -367,10 +367,8 @@ def _torchrun_has_ended() -> bool:
     try:
         place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         socket.create_connection(place, timeout=5).close()
-    except (ConnectionRefusedError, KeyError):
-        return True
-    except (OSError, ValueError, OverflowError):
-        return False
+    except (OSError, ValueError, LookupError, OverflowError) as fault:
+        return isinstance(fault, ConnectionRefusedError | LookupError)
     return False
 
 
