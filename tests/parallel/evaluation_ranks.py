@@ -3,12 +3,12 @@
 evaluation_ranks.py FILE WORDS writes rows of each, or why it is refused; WORDS is JSON, by a name.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
 from evaluate import add_all_options
+from megatron.cli_errors import command_parser
 from megatron.entry import load_configuration, settings_first
 from megatron.errors import UserError
 from megatron.evaluation.evaluate_checkpoint import evaluate
@@ -22,7 +22,7 @@ def results(cases: dict[str, list[str]], *more: str) -> dict[str, list[dict] | s
     """What evaluate.py finds for the words of each case."""
     found: dict[str, list[dict] | str] = {}
     for name, words in cases.items():
-        parser = argparse.ArgumentParser()
+        parser = command_parser("")
         parser.add_argument("words", nargs="*")
         add_all_options(parser)
         given = parser.parse_intermixed_args(settings_first([*words, *more]))
