@@ -145,19 +145,14 @@ def _encode(
     with bar, closing(encode_in_order(batches, files, workers)) as ordered:
         for batch, contents in ordered:
             before = text_bytes
-            if tokenizer.unknown is not None:
-                ids = np.frombuffer(b"".join(contents), writer.dtype)
-                corpus.skips[UNKNOWN] += int(np.count_nonzero(ids == tokenizer.unknown))
-            if not writer.tokens and not writer.pending:
-                changed = [
-                    piece.text
-                    for piece, content in zip(batch, contents, strict=True)
-                    if tokenizer.decode(np.frombuffer(content, writer.dtype).tolist()) != piece.text
-                ]
-                if changed:
-                    log.warning(CHANGED, corpus.name, len(changed), len(batch), changed[0][:60])
+            is_first = not writer.tokens and not writer.pending
+            changed = []
             for piece, content in zip(batch, contents, strict=True):
                 text = piece.text
+                ids = np.frombuffer(content, writer.dtype)
+                corpus.skips[UNKNOWN] += int(np.count_nonzero(ids == tokenizer.unknown))
+                if is_first and tokenizer.decode(ids.tolist()) != text:
+                    changed.append(text)
                 size += len(text) if text.isascii() else len(text.encode())
                 writer.append(content)
                 if not piece.last:
@@ -169,6 +164,8 @@ def _encode(
                 else:  # as in GPT-NeoX, documents without tokens are left out
                     blank += 1
                 size = 0
+            if changed:
+                log.warning(CHANGED, corpus.name, len(changed), len(batch), changed[0][:60])
             bar.set_postfix(documents=writer.documents, tokens=writer.tokens, refresh=False)
             bar.update(text_bytes - before)
     writer.meta["text_bytes"] = text_bytes

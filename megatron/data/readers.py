@@ -215,8 +215,8 @@ class Files(Corpus):
         try:
             table = parquet.ParquetFile(file)
             names = table.schema_arrow.names
-            outermost = {key.partition(".")[0] for key in self.keys}
-            columns = [column for column in names if column in outermost.union(self.keys)]
+            keys = {*self.keys, *(key.partition(".")[0] for key in self.keys)}
+            columns = sorted(keys.intersection(names))
             groups = map(table.metadata.row_group, range(table.num_row_groups))
             if sum(group.total_byte_size for group in groups) > self._left:
                 self._unpack(name, self._left + 1)

@@ -8,7 +8,6 @@ import hashlib
 import logging
 import shutil
 import tempfile
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -166,32 +165,30 @@ def split_documents(tokens: TokenFile, split: str, part: str) -> range:
     """
     if part not in PARTS:
         raise UserError(f"part: there is no '{part}' - use one of {', '.join(PARTS)}")
-    count = len(tokens)
-    weights = parse_split(split)
-    bounds = [0]
-    for weight in weights:
-        bounds.append(bounds[-1] + round(weight / plain_sum(weights) * float(count)))
-    surplus = bounds[-1] - count  # what rounding added
-    # The reference takes the surplus from every bound but the first.
-    bounds = [0, *(max(0, bound - surplus) for bound in bounds[1:])]
-    index = PARTS.index(part)
-    documents = range(bounds[index], bounds[index + 1])
+    documents = _documents_of_parts(tokens, split)[part]
     if not documents:
         raise UserError(
-            f"{tokens.prefix}: split {split} of {count} documents leaves none for {part} "
+            f"{tokens.prefix}: split {split} of {len(tokens)} documents leaves none for {part} "
             f"- give {part} a larger share, or prepare more documents"
         )
     return documents
 
 
+def _documents_of_parts(tokens: TokenFile, split: str) -> dict[str, range]:
+    weights = parse_split(split)
+    bounds = [0]
+    for weight in weights:
+        bounds.append(bounds[-1] + round(weight / plain_sum(weights) * float(len(tokens))))
+    surplus = bounds[-1] - len(tokens)  # what rounding added
+    # The reference takes the surplus from every bound but the first.
+    bounds = [0, *(max(0, bound - surplus) for bound in bounds[1:])]
+    return dict(zip(PARTS, map(range, bounds, bounds[1:]), strict=True))
+
+
 def split_in_words(tokens: TokenFile, split: str = SPLIT) -> str:
     """Documents and tokens of every part, and which are held out."""
-    parse_split(split)
     words = []
-    for part in PARTS:
-        documents = range(0)
-        with suppress(UserError):
-            documents = split_documents(tokens, split, part)
+    for part, documents in _documents_of_parts(tokens, split).items():
         size = int(tokens.sizes[documents.start : documents.stop].sum(dtype=np.int64))
         words.append(f"{part} {len(documents):,} documents, {size:,} tokens")
     return f"split {split}: {'; '.join(words)}; held out are {HELD_OUT}"

@@ -40,7 +40,7 @@ MOST_DRAWS = 10_000  # for one problem of a part
 DRAWS = 10  # for each problem of a measurement, where many are drawn twice
 
 SILENCE = 10.0  # seconds of drawing before the log says how far it is
-NUMBERS = 4  # in memory for each token of a problem that is measured
+BYTES = 32  # in memory for each token of a problem that is measured
 
 Problem = list[tuple[str, bool]]  # words, and whether each belongs to an answer
 
@@ -446,7 +446,7 @@ class TaskText:
         fewer of so many draws.
         """
         largest = self.largest(length)
-        need = count * (length + 1) * NUMBERS * np.int64().itemsize
+        need = count * (length + 1) * BYTES
         if need > total_memory():
             raise UserError(
                 f"--windows: {count} problems of {length} tokens need {in_bytes(need)} of memory,"
@@ -457,8 +457,7 @@ class TaskText:
         last = time.monotonic()
         for number in range(DRAWS * count):
             if time.monotonic() - last > SILENCE:
-                progress = f"{len(windows):,} of {count:,} problems of {length} tokens"
-                log.info(f"{self.prefix}: {progress} after {number:,} of {DRAWS * count:,} draws")
+                log.info("%s: %d of %d problems are drawn", self.prefix, len(windows), count)
                 last = time.monotonic()
             window = samples[number]
             windows.setdefault(window.tobytes(), window)

@@ -311,8 +311,7 @@ class TokenWriter:
                 facts = self.meta | {"documents": self.documents, "tokens": self.tokens}
                 facts["sha256"] = {"bin": self._digest.hexdigest(), "idx": sha256_of(index)}
                 # A file's name that is not UTF-8 cannot be written in JSON.
-                text = json.dumps(facts, ensure_ascii=False).encode(errors="replace")
-                facts = json.loads(text)
+                facts = parse(json.dumps(facts, ensure_ascii=False).encode(errors="replace"))
                 facts[CHECKSUM] = checksum(facts)
                 card.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 

@@ -176,7 +176,7 @@ def test_no_problem_is_measured_twice(monkeypatch, caplog):
     monkeypatch.setattr(tasks, "SILENCE", 0)
     with caplog.at_level("INFO"):
         TaskText("parity").windows("valid", 8, 2)
-    assert "task:parity: 1 of 2 problems of 8 tokens after 1 of 20 draws" in caplog.text
+    assert "task:parity: 1 of 2 problems are drawn" in caplog.text
 
 
 def test_the_vocabulary_is_the_words_that_occur():

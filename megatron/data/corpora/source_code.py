@@ -16,6 +16,7 @@ import re
 import string
 import sysconfig
 import tokenize
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -172,10 +173,11 @@ class Environment(Corpus):
                 faults.append(f"{package} {fixed.version} is needed, {installed} is installed")
         if faults:
             self._refuse("; ".join(faults))
-        of_train = [fixed for fixed in packages.values() if fixed.part == "train"]
-        self.to_train_on = sum(fixed.documents for fixed in of_train)
-        documents = sum(fixed.documents for fixed in packages.values())
-        self.about["split"] = f"{self.to_train_on},{documents - self.to_train_on},0"
+        documents: Counter[str] = Counter()
+        for fixed in packages.values():
+            documents[fixed.part] += fixed.documents
+        self.to_train_on = documents["train"]
+        self.about["split"] = f"{self.to_train_on},{documents['held_out']},0"
 
     @cached_property
     def files(self) -> dict[str, list[File]]:

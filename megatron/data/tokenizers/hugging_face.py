@@ -4,7 +4,6 @@ GPT2BPETokenizer is vocab.json and merges.txt, as OpenAI wrote them. HFTokenizer
 tokenizer.json, or a folder that holds one.
 """
 
-import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,6 @@ from tokenizers import ByteLevelBPETokenizer, models, pre_tokenizers
 from megatron.data.tokenizers.tokenizer import (
     BREAK,
     END_OF_DOCUMENT,
-    LostCharacter,
     as_json,
     check_numbers,
     hash_of,
@@ -48,9 +46,8 @@ class Subwords:
         # A tokenizer.json may ask for these. Documents are never cut or padded here.
         inner.no_truncation()
         inner.no_padding()
-        model = inner.model
-        if isinstance(model, models.BPE):
-            model.dropout = None  # with it ids are random
+        if isinstance(inner.model, models.BPE):
+            inner.model.dropout = None  # with it ids are random
         parts = json.loads(inner.to_str())
         unknown = parts["model"].get("unk_token")
         self.name = name
@@ -64,8 +61,6 @@ class Subwords:
         self.by_words = self.cuttable and after["type"] == "ByteLevel" and not across_words
         self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values()) + 1
         inner.encode_special_tokens = True  # a document never contains its own end
-        if isinstance(model, models.BPE) and unknown is None:
-            model.unk_token = NO_TOKEN
         self._inner = inner
 
     def encode(self, text: str) -> list[int]:
@@ -85,7 +80,7 @@ class Subwords:
                 raise
             characters = dict.fromkeys("".join(texts))
             lost = next(filter(self._leaves_out, characters), "a character")
-            raise LostCharacter(
+            raise UserError(
                 f"vocab_file: {self.name} {self.hash} has no token for {lost!r} and would leave it"
                 " out - give a tokenizer with bytes (ByteLevel with its whole alphabet, or"
                 " byte_fallback) or an unknown token, or take such characters out of the text"
@@ -152,11 +147,11 @@ class Subwords:
     @property
     def begin_of_text(self) -> dict[str, Any]:
         """bos and bos_token of checkpoint.json: what its files put before a text; or {}."""
-        plain = self._inner.encode("a", add_special_tokens=False).ids
-        first, *rest = self._inner.encode("a").ids
-        if len(rest) < len(plain) or rest[: len(plain)] != plain:
+        with naming_faults("vocab_file: cannot encode 'a'", "give a tokenizer that has it"):
+            text = self._inner.encode("a")
+        if text.special_tokens_mask[:1] != [1]:
             return {}
-        return {"bos": first, "bos_token": self._inner.id_to_token(first)}
+        return {"bos": text.ids[0], "bos_token": text.tokens[0]}
 
     def to_json(self) -> str:
         """The text of its tokenizer.json."""
@@ -285,11 +280,12 @@ def hugging_face(path: Path) -> Subwords:
         with naming_faults(*reading):
             inner = tokenizers.Tokenizer.from_str(json.dumps(content))
     built = Subwords("HFTokenizer", inner, eod, fingerprint)
-    with contextlib.suppress(LostCharacter):
-        if eod in built.encode(f"one {end} two{end}three"):
-            raise UserError(
-                f"vocab_file: {path} gives the text '{end}' in a document the number that ends"
-                " documents - take it out of the model's vocabulary and into added_tokens, or use"
-                " its SentencePiece model (tokenizer_type: SPMTokenizer)"
-            )
+    if eod in built.encode(f"one {end} two{end}three"):
+        raise UserError(
+            f"vocab_file: {path} gives the text '{end}' in a document the number that ends"
+            " documents - take it out of the model's vocabulary and into added_tokens, or use its"
+            " SentencePiece model (tokenizer_type: SPMTokenizer)"
+        )
+    if isinstance(inner.model, models.BPE) and inner.model.unk_token is None:
+        inner.model.unk_token = NO_TOKEN
     return built

@@ -29,10 +29,6 @@ BREAK = re.compile(r"\S(?=[ \n])")
 SOLID = frozenset("LNPS")
 
 
-class LostCharacter(UserError):
-    """A text has a character that a tokenizer has no token for, not even an unknown one."""
-
-
 class Tokenizer(Protocol):
     """Text to ids and back.
 
