@@ -12,20 +12,19 @@ import math
 import sys
 from collections.abc import Sequence
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from measure import (
+    ON_GPU,
     Call,
     Candidate,
     arguments,
     conditions,
+    figures,
     measure,
-    mebibytes,
     positive,
-    quartiles,
     save,
     start,
     table,
@@ -148,19 +147,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     lengths = [512, 1024, 2048, 4096, 8192, 16384]
     add("--lengths", nargs="+", type=positive, default=lengths, metavar="L")
-    tokens = "batch x length where a length allows; default 16384, on CPU 512"
-    add("--tokens", type=positive, metavar="N", help=tokens)
+    tokens = "batch x length where a length allows; default 16384, without a GPU 512"
+    add("--tokens", type=positive, default=16384 if ON_GPU else 512, metavar="N", help=tokens)
     dtypes = ["float32", "bfloat16"]
     add("--dtypes", nargs="+", choices=dtypes, default=dtypes)
     add("--tables", nargs="+", choices=BIASES, default=list(BIASES))
-    add("--ways", nargs="+", choices=WAYS, help="default: all; on CPU without triton")
+    add("--ways", nargs="+", choices=WAYS, help="default: all; without a GPU not triton")
     add("--heads", type=positive, default=12)
     add("--head_dim", type=positive, default=64)
     options = parser.parse_args(argv)
     start(options)
-    on_gpu = options.device == "cuda"
-    tokens = options.tokens or (16384 if on_gpu else 512)
-    ways = options.ways or [way for way in WAYS if on_gpu or way != "triton"]
+    ways = options.ways or [way for way in WAYS if ON_GPU or way != "triton"]
     print(conditions(options.device))
     rows = []
     for dtype in options.dtypes:
@@ -168,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             title = f"{dtype}, {'forward and backward' if backward else 'forward'}"
             lines = []
             for length in options.lengths:
-                batch = max(1, tokens // length)
+                batch = max(1, options.tokens // length)
                 facts = {"dtype": dtype, "backward": backward, "batch": batch}
                 sizes = (backward, dtype, batch, options.heads, options.head_dim, options.device)
                 candidates = []
@@ -181,11 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         candidates.append(Candidate(name, make, length, facts))
                 for row in measure(candidates, options):
                     rows.append(row)
-                    cells = [row["reason"], "-"]
-                    if row["ms"]:
-                        cells = [f"{median(row['ms']):,.2f}", quartiles(row["ratios"])]
-                    size = f"{batch} x {length}"
-                    lines.append([row["candidate"], size, *cells, mebibytes(row)])
+                    lines.append([row["candidate"], f"{batch} x {length}", *figures(row)])
                 save(rows, options)
             header = ["", "batch x length", "ms", "ratio (quartiles)", "peak MiB"]
             print(f"#### {title}\n\n{table(header, lines)}", flush=True)

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import math
 import os
 import platform
 import re
@@ -12,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from datetime import UTC, datetime
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from megatron.commit import commit
 from megatron.files import check_output, write_output
 from megatron.parallel.threads import flush_denormals
 
+ON_GPU = torch.cuda.is_available()
 SHORTEST = 20  # milliseconds that one measurement lasts at least, by repeating the call
 RECORD = b'{"conditions": "`python '  # mark of the output
 Call = Callable[[], Any]
@@ -47,7 +48,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     """The options that the benchmarks share."""
     parser = command_parser(description)
     add = parser.add_argument
-    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    devices = ["cuda", "cpu"] if ON_GPU else ["cpu"]
     add("--device", default=devices[0], choices=devices)
     threads = "on the CPU; 1 gives the least noise"
     add("--threads", type=positive, default=torch.get_num_threads(), metavar="N", help=threads)
@@ -87,7 +88,7 @@ def measure(candidates: Sequence[Candidate], options: argparse.Namespace) -> lis
             call = candidate.make(candidate.length)
             call()
         except Exception as fault:
-            row["reason"] = (str(fault) or type(fault).__name__).splitlines()[0]
+            row["reason"] = repr(fault)
             continue
         repeats = 1 + int(SHORTEST / max(milliseconds(call, 1, options.device), 0.2))
         running.append((row, call, repeats))
@@ -152,7 +153,7 @@ def conditions(device: str) -> str:
         names = re.findall("model name.*: (.*)", file.read_text()) if file.exists() else []
         hardware = f"{[*names, platform.machine()][0]}, {os.cpu_count()} cores"
     settings = f"torch {torch.__version__}, threads {torch.get_num_threads()}"
-    origin = f"commit {commit()}, {datetime.now(UTC).date()}"
+    origin = f"commit {commit()}, {time.strftime('%Y-%m-%d')}"
     return f"`{' '.join(['python', *sys.argv])}`  \n{hardware}, {settings}, {origin}\n"
 
 
@@ -163,15 +164,15 @@ def save(rows: Sequence[Row], options: argparse.Namespace) -> None:
         write_output(options.output, f"{json.dumps(record)}\n".encode(), RECORD)
 
 
-def quartiles(numbers: Sequence[float]) -> str:
-    """The median, and between brackets the quartiles."""
-    low, middle, high = np.quantile(numbers, [0.25, 0.5, 0.75])
-    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
-
-
-def mebibytes(row: Row) -> str:
-    """The cell for the peak of memory."""
-    return "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:,.0f}"
+def figures(row: Row) -> list[str]:
+    """Cells of a row: milliseconds or a reason, the ratio with its quartiles, and MiB."""
+    if row["reason"]:
+        return [row["reason"], "-", "-"]
+    low, middle, high = np.quantile(row["ratios"] or [math.nan], [0.25, 0.5, 0.75])
+    ratio = f"{middle:.2f} ({low:.2f}-{high:.2f})"
+    peak = row["peak_bytes"]
+    memory = "-" if peak is None else f"{peak / 2**20:,.0f}"
+    return [f"{np.median(row['ms']):,.2f}", ratio, memory]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

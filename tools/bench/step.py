@@ -21,16 +21,16 @@ from typing import Any
 
 import torch
 from measure import (
+    ON_GPU,
     Call,
     Candidate,
     Row,
     arguments,
     conditions,
+    figures,
     measure,
-    mebibytes,
     milliseconds,
     positive,
-    quartiles,
     save,
     start,
     table,
@@ -113,7 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--encodings", nargs="+", default=ENCODINGS, metavar="NAME", help="or all")
     add("--compile", action="store_true", help="compile the layers, as torch_compile does")
-    add("--batch", type=positive, help="windows of a step; default: 32, on CPU 1")
+    windows = "of a step; default: 32, without a GPU 1"
+    add("--batch", type=positive, default=32 if ON_GPU else 1, metavar="WINDOWS", help=windows)
     add("--length", type=positive, default=4096, metavar="L", help="tokens to evaluate")
     add("--trace", type=Path, metavar="FILE.json.gz", help="for chrome://tracing and Perfetto")
     add("--into", type=Path, metavar="FILE.md", help="write the table between its marks there")
@@ -140,9 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     candidates: list[Candidate] = []
     rows: list[Row] = []
-    windows = options.batch or (32 if device == "cuda" else 1)
     for training, batch, length in (
-        (True, windows, options.train_length),
+        (True, options.batch, options.train_length),
         (False, 1, options.length),
     ):
         works = []
@@ -208,11 +208,11 @@ def markdown(steps: Sequence[Row], evaluations: Sequence[Row]) -> str:
     for pair in pairs:
         line = [pair[0]["candidate"], pair[0]["attention"]]
         for row in pair:
-            cells = [row["reason"], "-", "-"]
+            speed, *others = figures(row)
+            mfu = "-"
             if row["ms"]:
-                time = quartiles(row["ratios"])
-                cells = [f"{row['tokens_per_second']:,.0f}", f"{100 * row['mfu']:.1f}", time]
-            line += [*cells, mebibytes(row)]
+                speed, mfu = f"{row['tokens_per_second']:,.0f}", f"{100 * row['mfu']:.1f}"
+            line += [speed, mfu, *others]
         lines.append(line)
     return table(header, lines)
 
