@@ -130,10 +130,9 @@ def test_a_flipped_byte_in_either_file_is_noticed(tmp_path):
     facts = {"corpus": "mine", "documents": 2, "tokens": 3, "sha256": sums}
     text = json.dumps(facts, sort_keys=True)
     assert meta == facts | {"checksum": f"{zlib.crc32(text.encode()):08x}"}
-    for edited in ({"text_bytes": 9}, {"corpus": "other"}):
-        (tmp_path / "c.json").write_text(json.dumps(meta | edited))
-        with pytest.raises(UserError, match=r"c\.json: does not agree with its checksum"):
-            TokenFile.open(tmp_path / "c")
+    (tmp_path / "c.json").write_text(json.dumps(meta | {"text_bytes": 9}))
+    with pytest.raises(UserError, match=r"c\.json: does not agree with its checksum"):
+        TokenFile.open(tmp_path / "c")
     (tmp_path / "c.json").write_text(json.dumps(meta))
     for suffix, whole in contents.items():
         for place in range(len(whole)):
