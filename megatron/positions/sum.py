@@ -1,7 +1,9 @@
 """Several encodings at once, such as rotary with a bias by distance."""
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any, cast
 
 import torch
@@ -97,28 +99,21 @@ class Sum(Position):
         return q, k
 
     def distance_bias(self, length: int) -> Tensor | None:
-        total = None
-        for part in self._parts:
-            bias = part.distance_bias(length)
-            if bias is not None:
-                total = bias if total is None else total + bias
-        return total
+        return self._joined(operator.add, "distance_bias", length)
 
     def distance_weight(self, length: int) -> Tensor | None:
-        product = None
-        for part in self._parts:
-            weight = part.distance_weight(length)
-            if weight is not None:
-                product = weight if product is None else product * weight
-        return product
+        return self._joined(operator.mul, "distance_weight", length)
 
     def score_scale(self, visible_keys: Tensor) -> Tensor | None:
-        product = None
-        for part in self._parts:
-            scale = part.score_scale(visible_keys)
-            if scale is not None:
-                product = scale if product is None else product * scale
-        return product
+        return self._joined(operator.mul, "score_scale", visible_keys)
+
+    def _joined(
+        self, operation: Callable[[Tensor, Tensor], Tensor], hook: str, argument: int | Tensor
+    ) -> Tensor | None:
+        """The sum or product of what the parts return that have something of this kind."""
+        values = [getattr(part, hook)(argument) for part in self._parts]
+        tensors = [value for value in values if value is not None]
+        return reduce(operation, tensors) if tensors else None
 
     def index_bias(self, queries: Tensor, keys: Tensor) -> Tensor:
         biases = [part.index_bias(queries, keys) for part in self._parts if part.has("index_bias")]

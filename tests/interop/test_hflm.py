@@ -103,13 +103,10 @@ def test_numbers_and_texts_are_those_of_hflm(harnesses):
         ("loglikelihood_rolling", [(TEXT * 3,), ("yes",)]),
         ("generate_until", [(text, KWARGS) for text in ("The", "Answer", TEXT * 3)]),
     ):
-        asked = [SimpleNamespace(args=one, task_name=None) for one in arguments]
-        ours, theirs = (getattr(harness, method)(asked) for harness in harnesses)
-        if method != "generate_until":
-            ours, theirs = torch.tensor(ours), torch.tensor(theirs)
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
-        else:
-            assert ours == theirs
+        ours, theirs = (getattr(harness, method)(requests(*arguments)) for harness in harnesses)
+        if method != "generate_until":  # numbers
+            theirs = [pytest.approx(value, rel=1e-5, abs=1e-4) for value in theirs]
+        assert ours == theirs
 
 
 @torch.no_grad()
@@ -119,10 +116,10 @@ def test_a_continuation_within_a_token_of_the_context_is_encoded_alone(harnesses
     assert len(theirs.tok_encode("Answer")) <= len(context)
     logits = theirs.model(torch.tensor([[*context, *scored]])).logits[0, -len(scored) - 1 : -1]
     expected = -F.cross_entropy(logits, torch.tensor(scored), reduction="sum").item()
-    ((value, _),) = ours.loglikelihood([SimpleNamespace(args=("An", "swer"))])
+    ((value, _),) = ours.loglikelihood(requests(("An", "swer")))
     assert value == pytest.approx(expected, abs=1e-4)
     with pytest.raises(UserError, match="the continuation '' of 'An' has no tokens - correct"):
-        ours.loglikelihood([SimpleNamespace(args=("An", ""))])
+        ours.loglikelihood(requests(("An", "")))
 
 
 @torch.no_grad()
@@ -138,8 +135,8 @@ def test_windows_rows_and_exports_have_the_token_before_texts(both, harnesses, t
     found = measured(ours._model, Windows(LENGTH, [ids.numpy()], [0]))
     assert found["loss"] == pytest.approx(loss, abs=1e-5)
 
-    words = ("--prompt", "The", "--ignore-eod", "--temperature", "0", "-o", tmp_path / "texts")
-    assert call("generate.py", "--checkpoint", run, *words).returncode == 0
+    words = f"--checkpoint {run} --prompt The --ignore-eod --temperature 0 -o {tmp_path / 'texts'}"
+    assert call("generate.py", *words.split()).returncode == 0
     row = json.loads((tmp_path / "texts").read_text())
     assert row.get("bos_token") == begin
     prompt = torch.tensor([theirs.tok_encode("The")])
