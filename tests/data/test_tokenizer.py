@@ -283,6 +283,10 @@ def test_no_character_is_lost_and_no_token_is_random(tmp_path):
     letters(tmp_path / "unknown.json", unknown="a")
     tokenizer = build_tokenizer("HFTokenizer", tmp_path / "unknown.json")
     assert tokenizer.encode("cabot") == [6, 2, 4]
+    Tokenizer(models.BPE({"<": 0, ">": 1, "<>": 2}, [("<", ">")])).save(str(tmp_path / "few.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<>"}')
+    with pytest.raises(UserError, match=r"few\.json gives the text '<>' in a document the number"):
+        build_tokenizer("HFTokenizer", tmp_path / "few.json")
 
 
 # --- Bytes of tokens, for bits per byte ---
