@@ -19,7 +19,7 @@ from megatron.results.comparison import (
     why_not_paired,
 )
 from megatron.results.comparison_table import FEW
-from megatron.results.labels import facts_of, kinds, labels_of, other_differences
+from megatron.results.labels import axes_beside, facts_of, kinds, labels_of, other_differences
 from megatron.results.row import (
     ATTENTION_INPUTS,
     DEFAULTS,
@@ -286,6 +286,7 @@ class NoRows(Exception):
 def judged(claims: Sequence[Claim], rows: Sequence[Row]) -> list[Verdict]:
     """Each claim in each setting (corpus, part, protocol, training) whose rows answer it."""
     verdicts = []
+    axes = axes_beside(rows)
     for claim in claims:
         groups: dict[Hashable, tuple[list[Row], list[Row]]] = {}
         shared = [key for key in GROUP if not claim.names(key)]
@@ -303,7 +304,7 @@ def judged(claims: Sequence[Claim], rows: Sequence[Row]) -> list[Verdict]:
             continue
         for pair in answers:
             try:
-                verdict = _verdict(claim, *pair)
+                verdict = _verdict(claim, *pair, axes)
             except NoRows as missing:
                 verdict = Verdict(claim, "no rows", reason=str(missing))
             verdict.example = pair[0][0]
@@ -361,14 +362,16 @@ def _chosen(rows: Sequence[Row], side: Side, quantity: str) -> Sequence[Row]:
     return rows
 
 
-def _verdict(claim: Claim, ours: Sequence[Row], theirs: Sequence[Row]) -> Verdict:
+def _verdict(
+    claim: Claim, ours: Sequence[Row], theirs: Sequence[Row], axes: Sequence[str]
+) -> Verdict:
     """The verdict in one setting, with a p that is not corrected.
 
     Of several lengths the largest p counts for the claim. Against it counts the smallest of k,
     times k.
     """
     ours, theirs = _of_one_kind(ours), _of_one_kind(theirs)
-    differences = other_differences(ours[0], theirs[0])
+    differences = other_differences(ours[0], theirs[0], axes)
     unnamed = [words for key, words in differences.items() if not claim.names(key)]
     if unnamed:
         raise NoRows(

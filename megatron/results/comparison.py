@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron.errors import UserError
-from megatron.results.labels import labels_of, other_differences, select
+from megatron.results.labels import axes_of, labels_of, other_differences, select
 from megatron.results.row import BLOCK, COMPARED, LONGPPL, Row, place_of, value_of
 from megatron.results.statistics import (
     Estimate,
@@ -182,7 +182,11 @@ def _not_measured(row: Row, reference: str, theirs: Sequence[Row]) -> str:
 
 
 def _compared(
-    heading: str, label: str, ours: Sequence[Row], reference: str, theirs: Sequence[Row]
+    heading: str,
+    label: str,
+    ours: Sequence[Row],
+    reference: str,
+    theirs: Sequence[Row],
 ) -> Comparison:
     """One encoding at one place; its p is not corrected."""
     perplexity, std = mean_and_std([row["perplexity"] for row in ours])
@@ -205,11 +209,13 @@ def _compared(
     if reason := why_not_paired(ours, theirs, reference):
         return replace(alone, reason=reason)
     by_seed = differences_by_seed(ours, theirs)
+    first = [ours[0], theirs[0]]
+    differences = other_differences(*first, axes_of(first))
     paired = replace(
         alone,
         by_seed=by_seed,
         over_text=over_text(ours, theirs),
-        other_differences="; ".join(other_differences(ours[0], theirs[0]).values()),
+        other_differences="; ".join(differences.values()),
     )
     if len(by_seed) < SEEDS:
         return paired

@@ -117,13 +117,31 @@ def kinds(rows: Sequence[AnyQuestion]) -> dict[str, list[AnyQuestion]]:
     return dict(zip(labels, found, strict=True))
 
 
-def other_differences(ours: Question, theirs: Question) -> dict[str, str]:
+def axes_beside(rows: Sequence[Question]) -> list[str]:
+    """The axes of the rows' sweeps of which a value stands beside several encodings.
+
+    The others only name the encoding, such as a recipe with options of its own.
+    """
+    axes = []
+    for axis in axes_of(rows):
+        encodings: dict[object, set[str]] = {}
+        for row in rows:
+            value = (row.get("cell") or {}).get(axis)
+            encoding = plain([row["pos_emb"], row.get("pos_emb_args")])
+            encodings.setdefault(value, set()).add(encoding)
+        if max(map(len, encodings.values())) > 1:
+            axes.append(axis)
+    return axes
+
+
+def other_differences(ours: Question, theirs: Question, axes: Sequence[str]) -> dict[str, str]:
     """What a fair comparison of two encodings has in common and these have not, in words by key.
 
     Such as "step 7, not 9". A value that a row does not know is no difference.
+    axes: of sweeps
     """
     differences = {}
-    for key in ("dtype", *OF_TRAINING, *axes_of([ours, theirs])):
+    for key in ("dtype", *OF_TRAINING, *axes):
         first, second = (
             value_of(row, key) or FROM_SCRATCH.get(key) or (row.get("cell") or {}).get(key)
             for row in (ours, theirs)

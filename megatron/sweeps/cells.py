@@ -200,8 +200,9 @@ def load_sweep(
     except ValueError as fault:
         raise UserError(f"sweep: {fault}") from None
 
-    if fault := control_fault([parts.grid, file.stem]):
-        raise UserError(f"{file}: grid: {fault}")
+    for place, value in (("grid", parts.grid), ("the file's name", file.stem)):
+        if fault := control_fault(value):
+            raise UserError(f"{file}: {place}: {fault}")
     count = math.prod(map(len, parts.grid.values()))
     if count > MOST_CELLS:
         raise UserError(
