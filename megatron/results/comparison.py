@@ -209,8 +209,8 @@ def _compared(
     if reason := why_not_paired(ours, theirs, reference):
         return replace(alone, reason=reason)
     by_seed = differences_by_seed(ours, theirs)
-    first = [ours[0], theirs[0]]
-    differences = other_differences(*first, axes_of(first))
+    axes = axes_of([ours[0], theirs[0]])
+    differences = other_differences(ours[0], theirs[0], axes)
     paired = replace(
         alone,
         by_seed=by_seed,
