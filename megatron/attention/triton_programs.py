@@ -170,7 +170,8 @@ def forward(
 ):  # fmt: skip
     """One block of queries: out, and lse, the log2 of each row's sum of exponentials in base 2."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
-    batch, head, pair, bias, weight, segments, u, w, w_low = _of_pair(
+    # Triton 3.7 types the call of a program as one that never returns.
+    batch, head, pair, bias, weight, segments, u, w, w_low = _of_pair(  # pyright: ignore
         tl.program_id(1), heads, queries, keys, bias, weight, table_row, segments, u, w, w_low
     )
     row = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
@@ -261,7 +262,7 @@ def query_gradient(
     distance is written once. Tiles are square then.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
-    batch, head, pair, bias, weight, segments, u, w, w_low = _of_pair(
+    batch, head, pair, bias, weight, segments, u, w, w_low = _of_pair(  # pyright: ignore
         first_pair + tl.program_id(1),
         heads,
         queries,
@@ -355,7 +356,7 @@ def key_gradients(
 ):  # fmt: skip
     """One block of keys: dk, dv and dw; tiles are [BLOCK_K, BLOCK_Q], the left side of tl.dot."""
     block = tl.program_id(0)  # the longest first
-    batch, head, pair, bias, weight, segments, u, w, w_low = _of_pair(
+    batch, head, pair, bias, weight, segments, u, w, w_low = _of_pair(  # pyright: ignore
         tl.program_id(1), heads, queries, keys, bias, weight, table_row, segments, u, w, w_low
     )
     before = keys - queries
