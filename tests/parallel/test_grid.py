@@ -10,6 +10,7 @@ from threading import Barrier, Timer
 
 import psutil
 import pytest
+import torch
 
 from megatron.errors import UserError
 from megatron.parallel import grid
@@ -70,6 +71,8 @@ THIRD_OF_EIGHT = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
 def test_a_process_that_no_launcher_started_is_alone(
     variables, below_mpirun, place, environment, monkeypatch
 ):
+    # An earlier test of this process may have left its group open.
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     monkeypatch.setattr(grid, "MPIRUN", {psutil.Process().parent().name()} if below_mpirun else {})
     environment |= variables
     for _ in range(2):
