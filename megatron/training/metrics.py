@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron.config.schema import Logging, Model
 from megatron.errors import cannot_write, in_words
-from megatron.files import read_small, write_text
+from megatron.files import atomic_write, read_small, write_text
 from megatron.model import Architecture
 from megatron.model.size import BACKWARD, attention_flops, palm_weights
 from megatron.results.files import CHECKSUM, LARGEST, checksum, record_of
@@ -299,7 +299,7 @@ def _charts(record: Numbers, learned: dict[str, Tensor]) -> dict[str, float]:
 def _make_room(path: Path, resumed_at: int | None) -> None:
     """Drop the records that a resumed run writes again; a new run renames an old file instead.
 
-    A file with damaged or edited records is renamed too, and the others continue in a new one.
+    A file with damaged or edited records is copied, and goes on with the others.
     """
     if not path.exists():
         return
@@ -313,14 +313,17 @@ def _make_room(path: Path, resumed_at: int | None) -> None:
             except ValueError as fault:
                 faults.append(f"line {number}: {fault}")
     if resumed_at is None or faults:
-        number = 1
-        while path.with_name(f"{path.stem}.{number}.jsonl").exists():
-            number += 1
-        renamed = path.rename(path.with_name(f"{path.stem}.{number}.jsonl"))
-        if faults:
-            logger.warning(
-                f"{path}: was damaged or edited ({faults[0]}; {len(faults)} in all) - the file is"
-                f" kept as {renamed.name}, and the log goes on without these records"
-            )
-    if resumed_at is not None:
-        write_text(path, "".join(earlier))
+        copies = 1
+        while path.with_name(f"{path.stem}.{copies}.jsonl").exists():
+            copies += 1
+        old = path.with_name(f"{path.stem}.{copies}.jsonl")
+        if resumed_at is None:
+            path.rename(old)
+            return
+        with atomic_write(old) as temporary:  # a kill before the next write leaves both whole
+            temporary.write_bytes(path.read_bytes())
+        logger.warning(
+            f"{path}: was damaged or edited ({faults[0]}; {len(faults)} in all) - the file is"
+            f" kept as {old.name}, and the log goes on without these records"
+        )
+    write_text(path, "".join(earlier))
