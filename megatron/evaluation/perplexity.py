@@ -67,6 +67,7 @@ def measured(
     scored = replace(
         windows,
         ids=[windows.ids[number] for number in places],
+        starts=[windows.starts[number] for number in places],
         first_scored=(),
         answers=list(places.values()),
         stretches=range(len(places)),
@@ -227,6 +228,7 @@ def numbers_of(windows: Windows, found: Sequence[np.ndarray] | str, seconds: flo
         "length": windows.length,
         "windows": len(windows.ids),
         "tokens": tokens,
+        "region": windows.region,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
         "reason": found if isinstance(found, str) else None,

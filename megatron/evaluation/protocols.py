@@ -36,6 +36,8 @@ class Windows:
     about: keys of the protocol for the row, such as {"tail": 256}
     answers: [windows] of the positions of a task's answers or of key tokens, which alone are
         scored, in place of first_scored; empty for a text
+    starts: [windows], the place in the corpus of each window's first token; empty for windows that
+        are drawn and not cut, as in paper and task
     rule: protocol longppl, which of the targets are key tokens
     """
 
@@ -46,6 +48,7 @@ class Windows:
     edges: tuple[int, ...] = ()
     about: dict[str, Any] = field(default_factory=dict)
     answers: Sequence[np.ndarray] = ()
+    starts: Sequence[int] = ()
     rule: "KeyRule | None" = None
 
     @cached_property
@@ -77,6 +80,24 @@ class Windows:
         digest = hashlib.sha256()
         for targets in self.ids if self.answers else self.targets:
             digest.update(targets.astype("<i8").tobytes())
+        return digest.hexdigest()[:16]
+
+    @cached_property
+    def region(self) -> str:
+        """16 hex digits of the scored targets in reading order: their tokens and their places.
+
+        So rows of other lengths or protocols that score the same targets agree. Windows without
+        places count whole.
+        """
+        positions = np.arange(self.length)
+        parts = list(self.targets)
+        for start, scored in zip(self.starts, self.scored, strict=False):
+            parts.append(start + 1 + positions[scored])
+        if not self.starts:
+            parts = list(self.ids)
+        digest = hashlib.sha256()
+        for part in parts:
+            digest.update(part.astype("<i8").tobytes())
         return digest.hexdigest()[:16]
 
     def whole(self, targets: int) -> int:
@@ -213,6 +234,15 @@ class Request:
             logger.info("eval_tokens: the %s part has %d: %d", self.part, available, targets)
         return first_tokens(self.tokens, self.documents, targets + 1)
 
+    def place(self, document: int) -> int:
+        """The place in the corpus of a document's first token."""
+        return int(self.tokens.sizes[:document].sum(dtype=np.int64))
+
+    def cut(self, length: int, step: int, start: int = 0) -> Windows:
+        """Windows of the region from `start` on, `step` tokens apart, as far as whole ones go."""
+        place = self.place(self.documents.start) + start
+        return _cut(self.region[start:], length, step, place)
+
 
 class WithoutText(Request):
     """A request before its text is there: it refuses what no text allows, and has no windows."""
@@ -241,7 +271,7 @@ def first_tokens(tokens: TokenFile, documents: range, count: int) -> np.ndarray:
 
 def equal_tokens(request: Request) -> list[Windows]:
     """Cut the region into windows. Lengths that divide the longest score the same targets."""
-    return [_cut(request.region, length, length) for length in request.ordered_lengths]
+    return [request.cut(length, length) for length in request.ordered_lengths]
 
 
 def paper(request: Request) -> list[Windows]:
@@ -282,8 +312,7 @@ def tail(request: Request) -> list[Windows]:
     apart = max(size, longest // 4)
     by_length = []
     for length in lengths:
-        region = request.region[longest - length :]
-        windows = _cut(region, length, apart)
+        windows = request.cut(length, apart, longest - length)
         count = len(windows.ids)
         first_scored = [length - size] * count
         about = {"tail": size}
@@ -298,7 +327,7 @@ def position(request: Request) -> list[Windows]:
     fine = [0, *(2**power for power in range(6))]
     edges = {*fine, *range(BUCKET, longest, BUCKET), *request.ordered_lengths}
     edges_in_window = sorted(edge for edge in edges if edge <= longest)
-    return [replace(_cut(request.region, longest, longest), edges=tuple(edges_in_window))]
+    return [replace(request.cut(longest, longest), edges=tuple(edges_in_window))]
 
 
 def sliding(request: Request) -> list[Windows]:
@@ -310,7 +339,7 @@ def sliding(request: Request) -> list[Windows]:
     for length in request.ordered_lengths:
         stride = max(1, length // 2) if request.stride is None else request.stride
         _check_within("--stride", stride, length, "the length of a window")
-        windows = _cut(request.region, length, stride)
+        windows = request.cut(length, stride)
         first_scored = [0] + [length - stride] * (len(windows.ids) - 1)
         by_length.append(replace(windows, first_scored=first_scored, about={"stride": stride}))
     return by_length
@@ -324,14 +353,14 @@ def within_document(request: Request) -> list[Windows]:
     """
     longest = request.ordered_lengths[-1]
     wanted = request.eval_tokens // longest  # windows of the longest length
-    chunks: list[np.ndarray] = []
+    chunks: list[tuple[int, np.ndarray]] = []  # with their places
     for document in request.documents:
         size = int(request.tokens.sizes[document])
         in_document = (size - 1) // longest
         count = min(wanted, in_document)
         if count > 0:
             chunk = request.tokens.read(document, 0, count * longest + 1)
-            chunks.append(chunk)
+            chunks.append((request.place(document), chunk))
             wanted -= count
     if not chunks:
         size = max(int(request.tokens.sizes[document]) for document in request.documents)
@@ -343,12 +372,15 @@ def within_document(request: Request) -> list[Windows]:
     by_length = []
     for length in request.ordered_lengths:
         ids: list[np.ndarray] = []
+        starts: list[int] = []
         stretches: list[int] = []
-        for number, chunk in enumerate(chunks):
-            of_chunk = _cut(chunk, length, length).ids
-            ids += of_chunk
-            stretches += [number] * len(of_chunk)
-        by_length.append(Windows(length, ids, [0] * len(ids), stretches=stretches))
+        for number, (place, chunk) in enumerate(chunks):
+            windows = _cut(chunk, length, length, place)
+            ids += windows.ids
+            starts += windows.starts
+            stretches += [number] * len(windows.ids)
+        windows = Windows(length, ids, [0] * len(ids), stretches=stretches, starts=starts)
+        by_length.append(windows)
     return by_length
 
 
@@ -403,10 +435,14 @@ PROTOCOLS: dict[str, Callable[[Request], list[Windows]]] = {
 }
 
 
-def _cut(text: np.ndarray, length: int, step: int) -> Windows:
-    """Windows that begin `step` tokens apart, as far as whole ones go; text [targets + 1]."""
-    ids = [text[start : start + length + 1] for start in range(0, len(text) - length, step)]
-    return Windows(length, ids, [0] * len(ids))
+def _cut(text: np.ndarray, length: int, step: int, place: int) -> Windows:
+    """Windows that begin `step` tokens apart, as far as whole ones go.
+
+    text: [targets + 1]; place: of its first token in the corpus
+    """
+    starts = range(0, len(text) - length, step)
+    ids = [text[start : start + length + 1] for start in starts]
+    return Windows(length, ids, [0] * len(ids), starts=[place + start for start in starts])
 
 
 def _check_within(option: str, value: int, most: int, what: str) -> None:

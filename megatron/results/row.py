@@ -126,6 +126,9 @@ class Row(Question, Pieces, Answers, Collected, total=False):
     length: Required[int]  # tokens of a window
     text: str  # 16 hex digits of the scored targets; longppl: of all targets
     tokens: Required[int]  # scored targets; longppl: key tokens
+    # 16 hex digits of the scored targets, by token and place in the corpus, in reading order: equal
+    # for rows of any length and protocol that score the same ones. Older files lack it.
+    region: str
     key_text: str  # longppl: 16 hex digits of the key tokens
     stride: int  # sliding: tokens from one window to the next
 

@@ -69,7 +69,7 @@ def test_the_perplexities_are_those_of_the_authors_code(variant):
     numbers = golden.numbers
     judge = Losses(numbers["loss_long"], numbers["loss_short"])
     count = len(numbers["loss_model"])
-    windows = Windows(count - 1, [np.arange(count)], [0], rule=rule_of(golden))
+    windows = Windows(count - 1, [np.arange(count)], [0], starts=[0], rule=rule_of(golden))
     keys = key_tokens(judge, windows)
     row = measured(Losses(numbers["loss_model"]), windows, keys=keys)
     assert row["all_perplexity"] == pytest.approx(numbers["ppl"].item(), rel=1e-6)
@@ -89,7 +89,9 @@ def test_a_loss_that_is_not_finite_leaves_a_row_that_can_be_read(tmp_path):
     golden = load("longppl", "same")
     losses = golden.numbers["loss_model"].clone()
     losses[-1] = torch.nan
-    windows = Windows(len(losses) - 1, [np.arange(len(losses))], [0], rule=rule_of(golden))
+    windows = Windows(
+        len(losses) - 1, [np.arange(len(losses))], [0], starts=[0], rule=rule_of(golden)
+    )
     judge = Losses(golden.numbers["loss_long"], golden.numbers["loss_short"])
     keys = key_tokens(judge, windows)
     facts = measured(Losses(losses), windows, keys=keys)

@@ -1,5 +1,6 @@
 """Every protocol on a model whose loss is known for each token and position: sums by hand."""
 
+import hashlib
 import json
 import math
 import shutil
@@ -101,10 +102,33 @@ def test_a_protocol_gives_the_value_computed_by_hand_at_every_length(tokens, pro
         mean = np.average(result["window_losses"], weights=weights)
         assert mean == pytest.approx(result["loss"], abs=1e-6)
     assert len({one.text for one in windows}) == 1, "every length scores the same targets"
+    tokens_and_places = np.array([targets, targets], dtype="<i8")  # a token is its place
+    region = hashlib.sha256(tokens_and_places.tobytes()).hexdigest()[:16]
+    assert {one.region for one in windows} == {region}
     assert [one.length for one in windows] == ([64] if protocol == "position" else LENGTHS)
     about = {"tail": {"tail": 8}, "sliding": {"stride": one.length // 2}}
     about["longppl"] = {"judge": "self", **asdict(EVERY_TARGET)}
     assert one.about == about.get(protocol, {})
+
+
+def test_a_region_is_that_of_the_targets_and_of_their_places(tokens, tmp_path):
+    def regions(tokens, **options):
+        names = ("equal_tokens", "sliding", "tail", "paper")
+        return [windows_of(name, tokens, [64], **options)[0].region for name in names]
+
+    first, *_ = first_regions = regions(tokens)
+    assert len(set(first_regions)) == 3, "equal_tokens and sliding score the same targets"
+    assert windows_of("equal_tokens", tokens, [32])[0].region == first
+    assert regions(tokens, eval_tokens=448)[0] != first
+    with TokenWriter(tmp_path / "twice", np.uint16) as writer:
+        for _ in range(2):
+            writer.add(np.arange(600))
+    parts = {}
+    for part in ("train", "valid"):
+        request = Request(TokenFile.open(tmp_path / "twice"), [64], "1,1,0", part, 512)
+        (parts[part],) = PROTOCOLS["equal_tokens"](request)
+    assert parts["train"].text == parts["valid"].text
+    assert parts["train"].region != parts["valid"].region
 
 
 def test_losses_by_position_are_those_of_the_buckets_and_their_prefix_curve(tokens):
