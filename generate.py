@@ -23,11 +23,11 @@ from megatron.config import Config
 from megatron.entry import run
 from megatron.errors import UserError, visible
 from megatron.evaluation.loaded_run import variant
+from megatron.evaluation.methods import MeasuredAttention
 from megatron.evaluation.options import DTYPES, VARIED, add_attention
 from megatron.files import check_output, read_small, write_output
 from megatron.generation.decode import NUMBERS, GenerationSettings, continued
 from megatron.generation.with_tokenizer import opened_with_tokenizer
-from megatron.model import AttentionSettings
 from megatron.parallel.grid import device_alone
 from megatron.parallel.threads import count_parameters, use_threads
 
@@ -83,7 +83,8 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
     changes = {key: getattr(arguments, key) for key in VARIED if hasattr(arguments, key)}
     if "window" in changes:
         changes["window_layers"] = ()
-    model.use_attention(replace(AttentionSettings.of(trained.config.attention), **changes))
+    attention = replace(MeasuredAttention.of(trained.config.attention), **changes)
+    model.use_attention(attention)
     model.to(device, DTYPES[arguments.dtype])
     use_threads(count_parameters(model), device)
     named = ("seed", "repetition_penalty", "temperature", "top_k", "top_p", "max_new_tokens")
@@ -93,7 +94,7 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
         "config_hash": trained.record["config_hash"],
         **{name: numbers[name] for name in named},
         "dtype": arguments.dtype,
-        **variant(model.attention),
+        **variant(attention),
         **trained.begin_of_text,
     }
     is_one = len(prompts) == 1 and settings.samples == 1 and output is None

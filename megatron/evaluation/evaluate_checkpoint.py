@@ -24,6 +24,7 @@ from megatron.evaluation.loaded_run import (
     loaded_model,
     loaded_run,
 )
+from megatron.evaluation.methods import MeasuredAttention, faults_of, method_of
 from megatron.evaluation.options import DTYPES, VARIED, Options
 from megatron.evaluation.perplexity import key_tokens, measured
 from megatron.evaluation.protocols import (
@@ -35,8 +36,7 @@ from megatron.evaluation.protocols import (
 )
 from megatron.files import check_output
 from megatron.folder_lock import owned_file
-from megatron.model import AttentionSettings, positions_from_config
-from megatron.model.methods import faults_of, method_of
+from megatron.model import positions_from_config
 from megatron.parallel.context import context_of
 from megatron.parallel.grid import ended_together, here, owned_by_first
 from megatron.parallel.threads import count_parameters, use_threads
@@ -83,7 +83,7 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
 
     # Each protocol on each variant of each text, with the file of its rows.
     positions = [placed.position for placed in model.placed]
-    attention = AttentionSettings.of(config.attention)
+    attention = MeasuredAttention.of(config.attention)
     attentions = variants(attention, options, positions, model.train_length)
     judge = judge_of(run, options) if "longppl" in options.protocol else run
     if grid.context_ranks > 1:
@@ -139,7 +139,7 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
             jobs.append((output, tokens, attention, protocol, windows_of[protocol]))
 
     # Without --judge the model as it was trained is the judge of every variant.
-    as_trained = AttentionSettings.of(judge.trained.attention)
+    as_trained = MeasuredAttention.of(judge.trained.attention)
     if judge is run:
         as_trained = replace(as_trained, attention_backend=config.attention.attention_backend)
     judges_itself = judge is run and attentions == [as_trained]
@@ -227,7 +227,7 @@ def judge_of(run: LoadedRun, options: Options) -> LoadedModel:
 
 def check_options(config: Config, options: Options) -> None:
     """Raises UserError for options that no checkpoint of a configuration and no text can meet."""
-    attention = AttentionSettings.of(config.attention)
+    attention = MeasuredAttention.of(config.attention)
     positions, _ = positions_from_config(config)
     variants(attention, options, positions, config.model.seq_length)
     request = WithoutText(
@@ -246,11 +246,11 @@ def check_options(config: Config, options: Options) -> None:
 
 
 def variants(
-    attention: AttentionSettings,
+    attention: MeasuredAttention,
     options: Options,
     positions: Sequence[Position],
     train_length: int,
-) -> list[AttentionSettings]:
+) -> list[MeasuredAttention]:
     """The settings with every combination of the values that the options ask for.
 
     Raises UserError with all that is wrong with sinks, clipped distances and methods.
@@ -283,7 +283,7 @@ def variants(
         window = {"window": train_length, "window_layers": ()}
         cells = ({}, clip, scaled, clip | scaled, window)
         return list(dict.fromkeys(replace(attention, **cell) for cell in cells))
-    found: dict[AttentionSettings, None] = {}
+    found: dict[MeasuredAttention, None] = {}
     faults: dict[str, None] = {}
     for combination in itertools.product(*values.values()):
         chosen = dict(zip(values, combination, strict=True))

@@ -24,9 +24,10 @@ from megatron.data.tokenizers.build import build_tokenizer, needs_files
 from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.data.tokens import TokenFile
 from megatron.errors import CONTROL, UserError
+from megatron.evaluation.methods import MeasuredAttention
 from megatron.evaluation.protocols import Windows
 from megatron.files import place_of
-from megatron.model import GPT, AttentionSettings
+from megatron.model import GPT
 from megatron.positions.layers import name_of_layers
 from megatron.results.files import CHECKSUM
 from megatron.results.row import ATTENTION_INPUTS, EXACT, MEAN, Facts
@@ -116,7 +117,7 @@ class LoadedModel:
                 f" - {PREPARE}"
             )
 
-    def facts(self, attention: AttentionSettings) -> Facts:
+    def facts(self, attention: MeasuredAttention) -> Facts:
         """The keys of every row about the model, as it now is, and about the code."""
         weight = next(self.model.parameters())
         facts = {
@@ -159,7 +160,7 @@ class LoadedRun(LoadedModel):
     texts: Part
 
     def default_output(
-        self, tokens: TokenFile, attention: AttentionSettings, words: Iterable[str]
+        self, tokens: TokenFile, attention: MeasuredAttention, words: Iterable[str]
     ) -> Path:
         """A file in the run's folder, named by what is measured.
 
@@ -364,7 +365,7 @@ def check_same_model(
         raise UserError("\n  ".join(lines))
 
 
-def variant(attention: AttentionSettings) -> Facts:
+def variant(attention: MeasuredAttention) -> Facts:
     """The keys that change which keys a query sees or how; only those that are on.
 
     They may have been set in training or for this measurement.

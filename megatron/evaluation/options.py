@@ -14,9 +14,9 @@ import torch
 from megatron import strict_json
 from megatron.cli_errors import CommandParser
 from megatron.errors import UserError
+from megatron.evaluation.methods import FACTORS, METHODS, fault_of_name, shown
 from megatron.evaluation.protocols import PROTOCOLS, KeyRule, Request
 from megatron.files import expanded, read_small
-from megatron.model.methods import FACTORS, METHODS, fault_of_name, shown
 from megatron.positions import fingerprint
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -28,12 +28,13 @@ from megatron.evaluation.attention_probes import (
     sampled,
 )
 from megatron.evaluation.loaded_run import loaded_run
+from megatron.evaluation.methods import MeasuredAttention
 from megatron.evaluation.options import Asked
 from megatron.evaluation.probe_tasks import NO_TOKEN, TASKS, Material
 from megatron.evaluation.protocols import first_tokens
 from megatron.files import check_output
 from megatron.folder_lock import owned_file
-from megatron.model import GPT, AttentionSettings
+from megatron.model import GPT
 from megatron.model.head import tokens_at_once
 from megatron.parallel.grid import device_alone
 from megatron.results.files import LINES
@@ -107,7 +108,7 @@ def probe(
         )
     run.check_known_tokens([text])
 
-    attention = AttentionSettings.of(config.attention).of_one_document()
+    attention = MeasuredAttention.of(config.attention).of_one_document()
     output = options.output or run.default_output(tokens, attention, ["probes"])
     device = device_alone()
     model.to(device)

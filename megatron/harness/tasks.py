@@ -20,11 +20,11 @@ from megatron.config import Config
 from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.errors import UserError, did_you_mean, in_words
 from megatron.evaluation.evaluate_checkpoint import variants
+from megatron.evaluation.methods import MeasuredAttention
 from megatron.evaluation.options import DTYPES, Options
 from megatron.files import check_output
 from megatron.folder_lock import owned_file
 from megatron.generation.with_tokenizer import opened_with_tokenizer
-from megatron.model import AttentionSettings
 from megatron.parallel.grid import device_alone
 from megatron.parallel.threads import count_parameters, use_threads
 from megatron.results.files import LINES, has_lines, read_lines, write_lines
@@ -104,7 +104,7 @@ def evaluate_tasks(config: Config | None, tasks: Tasks, options: Options) -> Don
     checkpoint, tokenizer = opened_with_tokenizer(config, options.checkpoint, options.step)
     model = checkpoint.model
     lengths = sorted(set(options.lengths)) or [model.train_length]
-    attention_of_config = AttentionSettings.of(checkpoint.config.attention)
+    attention_of_config = MeasuredAttention.of(checkpoint.config.attention)
     positions = [placed.position for placed in model.placed]
     several = variants(attention_of_config, options, positions, model.train_length)
     for length in lengths:

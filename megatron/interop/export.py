@@ -31,14 +31,13 @@ from megatron.interop import export_code
 from megatron.interop.families import FAMILIES, write_weights
 from megatron.interop.open import PIECES, PREFIX
 from megatron.model import GPT, Architecture, AttentionSettings, options_of_entry
-from megatron.model.settings import ONLY_MEASURED
 from megatron.positions.layers import entries_of
 
 logger = logging.getLogger(__name__)
 
 OWN = "PositionsGPTForCausalLM"  # our class
-NOT_KEPT = ("attention_backend", "attention_self_check", *ONLY_MEASURED)
-"""Settings of attention that change no number, or are those of a measurement."""
+NOT_KEPT = ("attention_backend", "attention_self_check")
+"""Settings of attention that change no number."""
 TOLERANCE = 1e-5  # of logits up to 1; larger ones may differ by this part of the largest
 COMPARED = 64  # last tokens of a text whose logits are compared
 SHARD = "5GB"

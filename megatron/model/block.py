@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from megatron.attention import attention
 from megatron.model.cache import LayerCache
 from megatron.model.documents import Documents, by_document
-from megatron.model.gated_delta import GatedDelta, KimiDelta
-from megatron.model.methods import Method, Text, attention_by_method, for_each_query_head
+from megatron.model.gated_delta import GatedDelta, KimiDelta, for_each_query_head
 from megatron.model.settings import Architecture
 from megatron.positions import Position
 from megatron.positions.layers import ATTENTION
@@ -27,6 +26,71 @@ class Context(Protocol):
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, **options) -> Tensor:
         """megatron.attention.attention for the own queries, with keys and values of all parts."""
+        ...
+
+
+@dataclass(frozen=True)
+class Text:
+    """Queries, keys and values of a layer, before its encoding has acted on queries and keys.
+
+    q [batch, heads, queries, head_dim] of the last keys; k, v [batch, key heads, keys, head_dim];
+    bias [heads, distances] or None; query_scale [heads or 1, queries]: multiplies the
+    queries; options: of megatron.attention.attention
+    """
+
+    position: Position
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    query_scale: Tensor | None
+    options: dict[str, Any]
+
+    @property
+    def start(self) -> int:
+        """The index of the first query."""
+        return self.k.shape[2] - self.q.shape[2]
+
+    def turned(
+        self, rows: slice, query: Tensor, key: Tensor, stretch: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Some queries, and the first keys, where they stand for a method.
+
+        query [rows], key [keys]: int64 or float -> [batch, heads, rows, features] and
+        [batch, heads, keys, features], without groups
+        """
+        q = self.q[:, :, rows]
+        k = self.k[:, :, : len(key)]
+        position = self.position
+        if position.has("on_queries_keys_at"):
+            query = query.to(position.origin)
+            key = key.to(position.origin)
+            start = self.start + rows.start
+            q, k = position.on_queries_keys_at(q, k, query, key, start=start, stretch=stretch)
+        if self.query_scale is not None:
+            scale = self.query_scale[..., rows, None]
+            q = (q * scale).to(q.dtype)
+        return q, for_each_query_head(k, q.shape[1] // k.shape[1])
+
+
+class Method(Protocol):
+    """A way to read longer texts, which changes where tokens stand."""
+
+    @property
+    def backend(self) -> str | None:
+        """What computes attention in place of the model's backend, or None."""
+        ...
+
+    def table_length(self, keys: int) -> int:
+        """The number of distances that a table must have for so many keys."""
+        ...
+
+    def visible(self, window: int | None) -> tuple[int | None, int | None]:
+        """The window of a layer's queries, and the first keys that they see beside it."""
+        ...
+
+    def attend(self, text: Text) -> Tensor:
+        """The output of attention over a text: [batch, heads, queries, head_dim]."""
         ...
 
 
@@ -139,7 +203,7 @@ class SelfAttention(nn.Module):
         else:
             assert inputs.context is None  # evaluation refuses it
             text = Text(position, q, k, v, inputs.bias, inputs.query_scale, options)
-            out = attention_by_method(method, text)
+            out = method.attend(text)
         out = out.transpose(1, 2)  # [batch, length, heads, head_dim]
         if self.gated:
             out = out * gate.reshape(batch, length, out.shape[2], -1).sigmoid()

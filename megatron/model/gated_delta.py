@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.model.cache import LayerCache
-from megatron.model.methods import for_each_query_head
 from megatron.model.settings import CONVOLVED, Architecture
 from megatron.positions.base import after_earlier
 from megatron.positions.precision import at_least_float32, without_autocast
@@ -159,3 +158,8 @@ def products(q: Tensor, kept: Tensor, k: Tensor) -> Tensor:
     if kept.shape[4] == 1:
         return kept[..., 0] * (q @ k.mT)
     return torch.einsum("bhif,bhijf,bhjf->bhij", q, kept, k)
+
+
+def for_each_query_head(x: Tensor, group: int) -> Tensor:
+    """Repeat each head for its group: [batch, key heads, keys, head_dim] -> [batch, heads, …]."""
+    return x if group == 1 else x.repeat_interleave(group, dim=1)

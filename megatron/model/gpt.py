@@ -12,11 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from megatron.attention import Choice, Needs, choose, joined
 from megatron.attention.eager import visible_keys
 from megatron.errors import UserError
-from megatron.model.block import AttentionInputs, Block, Context, normalisation
+from megatron.model.block import AttentionInputs, Block, Context, Method, normalisation
 from megatron.model.cache import Cache, LayerCache
 from megatron.model.documents import Documents, by_document
 from megatron.model.head import mean_loss, token_losses
-from megatron.model.methods import Method, chosen_method, clipped, faults_of
 from megatron.model.settings import Architecture, AttentionSettings, initialize
 from megatron.positions import Position
 from megatron.positions.base import check_heads
@@ -188,8 +187,8 @@ class GPT(nn.Module):
             if position not in tables:
                 columns = length if method is None else method.table_length(length)
                 tables[position] = (
-                    clipped(position.distance_bias(columns), settings.clip_distance),
-                    clipped(position.distance_weight(columns), settings.clip_distance),
+                    settings.table(position.distance_bias(columns)),
+                    settings.table(position.distance_weight(columns)),
                 )
             bias, weight = tables[position]
             options = {
@@ -230,8 +229,8 @@ class GPT(nn.Module):
         if not logn_scale and not position.has("score_scale"):
             return None
         method, sinks = self._method_of(position, window), None
-        if method is not None and "sinks" in method.options:
-            window, sinks = method.options["window"], method.options["sinks"]
+        if method is not None:
+            window, sinks = method.visible(window)
         begin = None if documents is None else query - documents.places
         count = visible_keys(query, window, self.chunk, sinks=sinks, begin=begin)
         scale = position.score_scale(count)
@@ -255,13 +254,10 @@ class GPT(nn.Module):
         documents that this encoding cannot keep apart, and for methods that exclude each other or
         have no meaning for it.
         """
-        faults = dict.fromkeys(faults_of(attention, self._positions, self.train_length))
-        if faults:
-            raise UserError("\n".join(faults))
+        attention.check(self._positions, self.train_length)
         self.attention = attention
-        method = chosen_method(attention, None, self.train_length)
         for position in self._positions:
-            position.use_scaling({} if method is None else method.scaling)
+            position.use_scaling(attention.scaling(self.train_length))
             position.use_paper_precision(attention.paper_precision)
             if attention.reset_attention_mask:
                 position.check_documents(restart=attention.reset_position_ids)
@@ -271,10 +267,7 @@ class GPT(nn.Module):
 
     def _method_of(self, position: Position, window: int | None) -> Method | None:
         """The method that moves the tokens of such a layer, or None."""
-        method = chosen_method(self.attention, window, self.train_length)
-        if method is None or method.scaling or not method.applies_to(position):
-            return None
-        return method
+        return self.attention.method_of_layer(position, window, self.train_length)
 
     def learned(self) -> dict[str, Tensor]:
         """The effective values of the encoding's learned numbers, by name.
@@ -315,8 +308,8 @@ class GPT(nn.Module):
         choices = []
         for position, window in self._layers.values():
             method = self._method_of(position, window)
-            if method is not None and method.two_versions:
-                choices.append(Choice("near_far"))
+            if method is not None and method.backend is not None:
+                choices.append(Choice(method.backend))
                 continue
             shape, has = position.shape, position.has
             features = shape.head_dim * position.score_width

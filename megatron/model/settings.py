@@ -1,18 +1,18 @@
 """Plain values that a GPT is built from, and its first weights: no configuration is read."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from megatron.positions import Position
 from megatron.positions.layers import ATTENTION
 
 GATED = ("swiglu",)
 """Activations that read twice the width, the gate first."""
-ONLY_MEASURED = ("sinks", "clip_distance", "method")
-"""Settings of attention that are chosen when trained weights are used."""
 GATED_MULTIPLE = 64
 """The MLP's default width is rounded up to a multiple of this where its activation has a gate."""
 CONVOLVED = 4
@@ -147,10 +147,7 @@ class Architecture:
 class AttentionSettings:
     """Settings of attention, named as in the configuration's section `attention`.
 
-    Three are no keys of a configuration, because no model is trained with them:
-    sinks: first keys of the text that stay visible beside the window (StreamingLLM)
-    clip_distance: tables by distance have the value there at every larger distance
-    method: see megatron.model.methods.method_of
+    Evaluation adds to what a layer does by overriding the methods (megatron/evaluation/methods.py).
     """
 
     attention_backend: str = "auto"
@@ -162,15 +159,27 @@ class AttentionSettings:
     paper_precision: bool = False
     reset_attention_mask: bool = False
     reset_position_ids: bool = False
-    sinks: int | None = None
-    clip_distance: int | None = None
-    method: str | None = None
 
     @classmethod
-    def of(cls, section: Any) -> "AttentionSettings":
+    def of(cls, section: Any) -> Self:
         """The same values from the configuration's section."""
-        names = {field.name for field in fields(cls)}.difference(ONLY_MEASURED)
+        names = [field.name for field in fields(AttentionSettings)]
         return cls(**{name: getattr(section, name) for name in names})
+
+    def check(self, positions: Sequence[Position], train_length: int) -> None:
+        """Raises UserError for settings that have no meaning for these encodings."""
+
+    def scaling(self, train_length: int) -> dict[str, Any]:
+        """Options of `Position.use_scaling`."""
+        return {}
+
+    def method_of_layer(self, position: Position, window: int | None, train_length: int) -> Any:
+        """The `Method` (megatron/model/block.py) that moves the tokens of a layer, or None."""
+        return None
+
+    def table(self, table: Tensor | None) -> Tensor | None:
+        """A table by distance as layers read it."""
+        return table
 
     def windows(self, layers: int, train_length: int) -> list[int | None]:
         """The window of each of so many layers, in tokens; None: all before it."""
@@ -178,7 +187,7 @@ class AttentionSettings:
         lengths = [train_length if one == "train_length" else one for one in pattern]
         return [lengths[layer % len(lengths)] for layer in range(layers)]
 
-    def of_one_document(self) -> "AttentionSettings":
+    def of_one_document(self) -> Self:
         """The same for a text that is taken as one document, whatever it holds."""
         return replace(self, reset_attention_mask=False, reset_position_ids=False)
 

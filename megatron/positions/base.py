@@ -135,7 +135,7 @@ class Position(Float32Module):
         start: int = 0,
         stretch: float = 1.0,
     ) -> Pair:
-        """on_queries_keys as if tokens stood at other places, for `megatron.model.methods`.
+        """on_queries_keys as if tokens stood at other places, for `megatron.evaluation.methods`.
 
         q [batch, heads, queries, head_dim] at the positions query [queries], k [batch, heads, keys,
         head_dim] at key [keys]: numbers in float32, also between whole ones. start: index of the

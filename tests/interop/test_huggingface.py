@@ -17,6 +17,7 @@ from megatron.config import load
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokens import TokenWriter
 from megatron.errors import UserError
+from megatron.evaluation.methods import MeasuredAttention
 from megatron.evaluation.options import method_or_none
 from megatron.interop import open_model
 from megatron.interop.families import FAMILIES, read_weights, write_weights
@@ -26,7 +27,7 @@ from megatron.interop.importing import (
     import_checkpoint,
     import_if_foreign,
 )
-from megatron.model import Architecture, AttentionSettings, padded_vocab
+from megatron.model import Architecture, padded_vocab
 from tests.interop.models import (
     CASES,
     SCALED,
@@ -98,7 +99,7 @@ def test_a_method_gives_the_logits_of_a_config_with_that_scaling(folder, tmp_pat
     for number, (method, scaling) in enumerate(cases.items()):
         place = edited(folder("llama"), tmp_path / str(number), **scaling)
         theirs = transformers.LlamaForCausalLM.from_pretrained(place)
-        ours.use_attention(AttentionSettings(method=method_or_none(method)))
+        ours.use_attention(MeasuredAttention(method=method_or_none(method)))
         for ids in (random_ids(320), random_ids(700)):
             torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=0, atol=5e-5)
 

@@ -6,7 +6,6 @@ import pytest
 
 from megatron.config import schema
 from megatron.model import Architecture, AttentionSettings
-from megatron.model.settings import ONLY_MEASURED
 
 PAIRS = [(Architecture, schema.Model), (AttentionSettings, schema.Attention)]
 TINY = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=64"]
@@ -15,9 +14,6 @@ TINY = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=6
 @pytest.mark.parametrize(("settings", "section"), PAIRS)
 def test_every_setting_has_the_default_of_its_key(settings, section):
     for field in fields(settings):
-        if field.name in ONLY_MEASURED:
-            assert field.default is None
-            continue
         key = section.model_fields[field.name]
         assert key.is_required() == (field.default is MISSING), field.name
         if not key.is_required():
@@ -26,4 +22,4 @@ def test_every_setting_has_the_default_of_its_key(settings, section):
 
 def test_the_key_attention_has_no_setting_that_a_model_does_not_take():
     names = {field.name for field in fields(AttentionSettings)}
-    assert schema.Attention.model_fields.keys() == names - {*ONLY_MEASURED}
+    assert schema.Attention.model_fields.keys() == names

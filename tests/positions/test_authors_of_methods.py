@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.model.methods import Method, Text, attention_by_method, method_of
+from megatron.evaluation.methods import Method, attention_by_method, method_of
+from megatron.model.block import Text
 from megatron.positions import build
 from tests.positions.golden import Golden, load
 from tests.positions.test_authors import close, lower_triangle

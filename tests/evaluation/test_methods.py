@@ -1,7 +1,6 @@
 """Methods for longer texts: every encoding computes or refuses them, cached as uncached."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,17 +9,18 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from megatron.errors import UserError
-from megatron.model import GPT, AttentionSettings
-from megatron.model.methods import (
+from megatron.evaluation.methods import (
     FACTORS,
     METHODS,
+    MeasuredAttention,
     Method,
-    Text,
     attention_by_method,
     clipped,
     faults_of,
     method_of,
 )
+from megatron.model import GPT
+from megatron.model.block import Text
 from megatron.positions import Position, Shape, build
 from tests.encodings import every_signature
 from tests.model.test_cache import in_pieces, model
@@ -67,8 +67,8 @@ ACCEPTED = {
 FORGETTING = {"fox", "kerple_bias_2para", "kerple_wht_1para"}
 
 
-def settings(**values) -> AttentionSettings:
-    return replace(AttentionSettings(), **values)
+def settings(**values) -> MeasuredAttention:
+    return MeasuredAttention(**values)
 
 
 def with_method(gpt: GPT, variant: str) -> GPT:
@@ -214,12 +214,13 @@ REFUSED = (
 
 def test_nonsense_is_refused_with_all_faults_in_one_message():
     gpt = model("rotary")
+    before = gpt.attention
     for values, faults in REFUSED:
         with pytest.raises(UserError) as refusal:
             gpt.use_attention(settings(**values))
         for line, fault in zip(str(refusal.value).split("\n"), faults, strict=True):
             assert fault in line
-    assert gpt.attention == AttentionSettings(), "the settings before are kept"
+    assert gpt.attention == before, "the settings before are kept"
 
 
 def test_a_method_names_all_of_its_options():

@@ -35,6 +35,8 @@ from megatron.attention import attention
 from megatron.attention.eager import ScoreBias
 from megatron.attention.near_far import Keys, Tables, near_far
 from megatron.errors import UserError, did_you_mean
+from megatron.model.block import Text
+from megatron.model.gated_delta import for_each_query_head
 from megatron.model.settings import AttentionSettings
 from megatron.positions import REGISTRY, Position
 
@@ -141,6 +143,21 @@ class Method:
         limit = self.options.get("limit", window)
         return torch.full_like(query, limit), torch.zeros_like(key)
 
+    @property
+    def backend(self) -> str | None:
+        """What computes attention in place of the model's backend, or None."""
+        return "near_far" if self.two_versions else None
+
+    def visible(self, window: int | None) -> tuple[int | None, int | None]:
+        """The window of a layer's queries, and the first keys that they see beside it."""
+        if "sinks" in self.options:
+            return self.options["window"], self.options["sinks"]
+        return window, None
+
+    def attend(self, text: Text) -> Tensor:
+        """The output of attention over a text: [batch, heads, queries, head_dim]."""
+        return attention_by_method(self, text)
+
     def table_length(self, keys: int) -> int:
         """The number of distances that a table must have for so many keys."""
         return max(keys, self.options.get("limit", 0) + 1)
@@ -236,19 +253,50 @@ def fault_of_name(text: str) -> str | None:
     return f"--method {shown(text)}: no such method; {hint}"
 
 
-def chosen_method(
-    attention: AttentionSettings, window: int | None, train_length: int
-) -> Method | None:
-    """The method of layers with this window, or None. Raises UserError for its options."""
-    if attention.method is not None:
-        return method_of(attention.method, train_length)
-    if attention.sinks is None or window is None:
-        return None
-    return Method("sinks", {"window": window, "sinks": attention.sinks})
+@dataclass(frozen=True)
+class MeasuredAttention(AttentionSettings):
+    """Settings of attention, with those that are chosen when trained weights are used.
+
+    sinks: first keys of the text that stay visible beside the window (StreamingLLM)
+    clip_distance: tables by distance have the value there at every larger distance
+    method: see `method_of`
+    """
+
+    sinks: int | None = None
+    clip_distance: int | None = None
+    method: str | None = None
+
+    def check(self, positions: Sequence[Position], train_length: int) -> None:
+        faults = dict.fromkeys(faults_of(self, positions, train_length))
+        if faults:
+            raise UserError("\n".join(faults))
+
+    def scaling(self, train_length: int) -> dict[str, Any]:
+        method = self.chosen(None, train_length)
+        return {} if method is None else method.scaling
+
+    def method_of_layer(
+        self, position: Position, window: int | None, train_length: int
+    ) -> Method | None:
+        method = self.chosen(window, train_length)
+        if method is None or method.scaling or not method.applies_to(position):
+            return None
+        return method
+
+    def table(self, table: Tensor | None) -> Tensor | None:
+        return clipped(table, self.clip_distance)
+
+    def chosen(self, window: int | None, train_length: int) -> Method | None:
+        """The method of layers with this window, or None. Raises UserError for its options."""
+        if self.method is not None:
+            return method_of(self.method, train_length)
+        if self.sinks is None or window is None:
+            return None
+        return Method("sinks", {"window": window, "sinks": self.sinks})
 
 
 def faults_of(
-    attention: AttentionSettings, positions: Sequence[Position], train_length: int
+    attention: MeasuredAttention, positions: Sequence[Position], train_length: int
 ) -> Iterator[str]:
     """Messages about sinks, clip_distance and method for layers with these encodings."""
     sinks, clip = attention.sinks, attention.clip_distance
@@ -263,7 +311,7 @@ def faults_of(
     if sinks is not None and attention.method is not None:
         yield f"--sinks {sinks}: excludes --method {attention.method}"
     try:
-        method = chosen_method(attention, lengths[0] if lengths else None, train_length)
+        method = attention.chosen(lengths[0] if lengths else None, train_length)
     except UserError as fault:
         yield str(fault)
         return
@@ -325,50 +373,6 @@ def clipped(table: Tensor | None, distance: int | None) -> Tensor | None:
     return torch.cat([table[:, : distance + 1], last.expand(-1, beyond)], dim=1)
 
 
-@dataclass(frozen=True)
-class Text:
-    """Queries, keys and values of a layer, before its encoding has acted on queries and keys.
-
-    q [batch, heads, queries, head_dim] of the last keys; k, v [batch, key heads, keys, head_dim];
-    bias [heads, distances] or None; query_scale [heads or 1, queries]: multiplies the
-    queries; options: of megatron.attention.attention
-    """
-
-    position: Position
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor | None
-    query_scale: Tensor | None
-    options: dict[str, Any]
-
-    @property
-    def start(self) -> int:
-        """The index of the first query."""
-        return self.k.shape[2] - self.q.shape[2]
-
-    def turned(
-        self, rows: slice, query: Tensor, key: Tensor, stretch: float = 1.0
-    ) -> tuple[Tensor, Tensor]:
-        """Some queries, and the first keys, where they stand for a method.
-
-        query [rows], key [keys]: int64 or float -> [batch, heads, rows, features] and
-        [batch, heads, keys, features], without groups
-        """
-        q = self.q[:, :, rows]
-        k = self.k[:, :, : len(key)]
-        position = self.position
-        if position.has("on_queries_keys_at"):
-            query = query.to(position.origin)
-            key = key.to(position.origin)
-            start = self.start + rows.start
-            q, k = position.on_queries_keys_at(q, k, query, key, start=start, stretch=stretch)
-        if self.query_scale is not None:
-            scale = self.query_scale[..., rows, None]
-            q = (q * scale).to(q.dtype)
-        return q, for_each_query_head(k, q.shape[1] // k.shape[1])
-
-
 def attention_by_method(method: Method, text: Text) -> Tensor:
     """The output of attention over a text: [batch, heads, queries, head_dim]."""
     start, end = text.start, text.k.shape[2]
@@ -399,8 +403,3 @@ def attention_by_method(method: Method, text: Text) -> Tensor:
             options["score_bias"] = (None if u is None else u[:, :, rows], w[:, :, :stop])
         outputs.append(attention(q, k, values[:, :, :stop], text.bias, **options))
     return torch.cat(outputs, dim=2)
-
-
-def for_each_query_head(x: Tensor, group: int) -> Tensor:
-    """Repeat each head for its group: [batch, key heads, keys, head_dim] -> [batch, heads, …]."""
-    return x if group == 1 else x.repeat_interleave(group, dim=1)
