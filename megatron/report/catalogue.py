@@ -4,9 +4,11 @@ import inspect
 import re
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import Environment, FileSystemLoader
 
 from megatron.config.document import as_yaml
 from megatron.files import ROOT, write_text
@@ -56,15 +58,15 @@ def page() -> str:
 
 def sections(names: Iterable[str]) -> str:
     """A table with a formula for each of some encodings, then everything about each."""
-    names = sorted(names)
-    lines = ["| pos_emb | formula | learned numbers |", "|---|---|---:|"]
-    for name in names:
-        lines.append(f"| [{name}](#{name}) | {formula(name)} | {learned(name)} |")
-    return "\n".join([*lines, "", *map(section, names)])
+    folder = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=folder, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"escaped": _escaped, "yaml": _as_yaml}
+    template = environment.get_template("positions.md.jinja")
+    return template.render(entries=[entry(name) for name in sorted(names)])
 
 
-def section(name: str) -> str:
-    """Everything about one encoding."""
+def entry(name: str) -> dict[str, Any]:
+    """Everything about one encoding, for the template."""
     encoding, position = REGISTRY[name], example(name)
     module = sys.modules[encoding.__module__].__doc__ or ""
     source = first_sentence(module)
@@ -83,37 +85,31 @@ def section(name: str) -> str:
     for ancestor in encoding.__mro__:
         _, *parts = inspect.cleandoc(ancestor.__doc__ or "").split("\n\n")
         for part in parts:
-            before, *found = option.split(part)
+            before, *matches = option.split(part)
             if ancestor is encoding and before:
                 texts.append(part)
-            for keys, meaning in zip(found[::2], found[1::2], strict=True):
+            for keys, meaning in zip(matches[::2], matches[1::2], strict=True):
                 for key in keys.split(", "):
                     meanings.setdefault(key, meaning.strip().removesuffix(";"))
 
-    lines = [f"## {name}\n"]
-    lines += [f"{_escaped(text)}\n" for text in texts]
-    if options:
-        lines += ["| option | default | meaning |", "|---|---|---|"]
-        for key, parameter in options.items():
-            default = _escaped(_as_yaml(parameter.default))
-            meaning = _escaped(meanings.get(key, ""))
-            lines.append(f"| `{key}` | {default} | {meaning} |")
-        lines.append("")
-
-    prices = ["as its options say"]
+    prices, count = ["as its options say"], None
     if position is not None:
+        count = sum(parameter.numel() for parameter in position.parameters())
         prices = [price for hook, price in COSTS.items() if position.has(hook)]
-        embeddings = torch.zeros(1, 1, SHAPE.hidden)
-        if position.on_embeddings(embeddings).any():
+        if position.on_embeddings(torch.zeros(1, 1, SHAPE.hidden)).any():
             prices.append("one vector per token, once")
-    price = "; ".join(dict.fromkeys(prices)) or "none"
-    lines.append(f"Learned numbers: {learned(name)}. Cost: {price}.")
-    aliases = [f"`{alias}`" for alias, known in ALIASES.items() if known == name]
-    if aliases:
-        lines.append(f"Also known as {', '.join(aliases)}.")
-    if has_picture(name) and encoding.__module__.startswith("megatron."):
-        lines.append(f"\n![{name}](positions/{name}.svg)")
-    return "\n".join([*lines, ""])
+    return {
+        "name": name,
+        "formula": formula(name),
+        "learned": count,
+        "per_layer": position is not None and position.per_layer,
+        "texts": texts,
+        "options": options,
+        "meanings": meanings,
+        "prices": prices,
+        "aliases": [alias for alias, target in ALIASES.items() if target == name],
+        "picture": has_picture(name) and encoding.__module__.startswith("megatron."),
+    }
 
 
 def example(name: str) -> Position | None:
@@ -134,15 +130,6 @@ def has_picture(name: str) -> bool:
 
 def formula(name: str) -> str:
     return _escaped(first_sentence(REGISTRY[name].__doc__))
-
-
-def learned(name: str) -> str:
-    """How many numbers are learned, and whether layers can share them."""
-    position = example(name)
-    if position is None:
-        return "by its options"
-    count = sum(parameter.numel() for parameter in position.parameters())
-    return f"{count:,} per layer" if position.per_layer and count else f"{count:,}"
 
 
 def paragraph(text: str | None) -> str:
@@ -170,12 +157,10 @@ def _as_yaml(value: Any) -> str:
     if value is inspect.Parameter.empty:
         return "required"
     if isinstance(value, tuple):
-        items = ", ".join(map(_as_yaml, value))
-        return f"[{items}]"
+        return f"[{', '.join(map(_as_yaml, value))}]"
     if isinstance(value, dict):
         pairs = [f"{key}: {_as_yaml(part)}" for key, part in value.items()]
-        items = ", ".join(pairs)
-        return f"{{{items}}}"
+        return f"{{{', '.join(pairs)}}}"
     return as_yaml(value)
 
 
@@ -183,11 +168,10 @@ def renew() -> None:
     """Write the page and the pictures; delete pictures of encodings that no longer exist."""
     folder = PAGE.parent / "positions"
     write_text(PAGE, page())
-    names = sorted(name for name in REGISTRY if has_picture(name))
-    for old in folder.glob("*.svg"):
-        if old.stem not in names:
-            old.unlink()
-    for name in names:
+    pictures = {folder / f"{name}.svg": name for name in sorted(filter(has_picture, REGISTRY))}
+    for path in {*folder.glob("*.svg")} - pictures.keys():
+        path.unlink()
+    for path, name in pictures.items():
         position = example(name)
         assert position is not None
-        write(draw(panels(position, LENGTH), name), folder / f"{name}.svg")
+        write(draw(panels(position, LENGTH), name), path)

@@ -5,7 +5,6 @@ at 0. Values are linear; a bias is cut at -12, where a key gets no attention any
 """
 
 import math
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,12 +20,11 @@ from megatron.errors import UserError
 from megatron.evaluation.attention_probes import sampled
 from megatron.model import GPT
 from megatron.positions import Position
-from megatron.report.curves import GREY, style
+from megatron.report.curves import GREY, set_title, style
 
 # KERPLE (arXiv 2205.09921), appendix A.5: the effective length ends where the bias falls below.
 THRESHOLD = -2.0
 NO_PICTURE = "nothing to draw, no hook of this figure depends on distance or position alone"
-LETTER = 0.083  # inches of a letter of a title
 SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸"
 CUT = -12.0  # exp(-12) is below 0.00001
 
@@ -50,37 +48,33 @@ def panels(position: Position, length: int) -> list[Panel]:
 
     Empty if nothing depends on distance or position alone.
     """
-    found = []
+    drawn = []
     shape = position.shape
     bias, weight = position.distance_bias(length), position.distance_weight(length)
     if bias is not None:
-        found.append(Panel("bias", bias, is_bias=True))
-        found.append(Panel("kernel exp(bias)", bias.exp()))
+        drawn += [Panel("bias", bias, is_bias=True), Panel("kernel exp(bias)", bias.exp())]
     if weight is not None:
-        found.append(Panel("weight on q·k", weight))
+        drawn.append(Panel("weight on q·k", weight))
     if position.has("index_bias"):
         # One query, and keys further and further back: for a near and a far query.
-        for count in dict.fromkeys((min(shape.train_length, length), length)):
-            query, keys = torch.tensor([count - 1]), torch.arange(count)
-            of_query = position.index_bias(query, keys)[:, 0]  # [heads, count]
-            found.append(Panel(f"bias of query {count - 1}", of_query.flip(1), is_bias=True))
-    ones = torch.ones(1, 1, 1, shape.head_dim)
-    ones = ones.expand(1, shape.heads, length, shape.head_dim)
+        for count in sorted({min(shape.train_length, length), length}):
+            bias = position.index_bias(torch.tensor([count - 1]), torch.arange(count))
+            drawn.append(Panel(f"bias of query {count - 1}", bias[:, 0].flip(1), is_bias=True))
+    ones = torch.ones(1, shape.heads, length, shape.head_dim)
     q, k = position.on_queries_keys(ones, ones)
-    last, keys = q[0, 0, -1].double(), k[0, 0].double()
-    product = (last * keys).sum(dim=-1).flip(0)  # [length]
+    product = (k[0, 0].double() @ q[0, 0, -1].double()).flip(0)  # [length]
     turned = product / product[0]
     if (turned - 1).abs().max() > 1e-5:
-        found.append(Panel("q·k of equal vectors, relative to distance 0", turned[None]))
+        drawn.append(Panel("q·k of equal vectors, relative to distance 0", turned[None]))
     embeddings = torch.zeros(1, length, shape.hidden)
     try:
         added = position.on_embeddings(embeddings)[0]
     except UserError:  # its positions end before that
         added = position.on_embeddings(embeddings[:, : shape.train_length])[0]
     if added.any():
-        cosine = torch.cosine_similarity(added[-1:], added, dim=1).flip(0)
-        found.append(Panel("cosine of what two positions add", cosine[None]))
-    return found
+        cosine = torch.cosine_similarity(added[-1:], added).flip(0)
+        drawn.append(Panel("cosine of what two positions add", cosine[None]))
+    return drawn
 
 
 @torch.no_grad()
@@ -102,13 +96,14 @@ def training_panels(
     records: of metrics.jsonl, with the learned numbers; the encoding takes them one by one
     """
     parameters = dict(position.named_parameters())
-    found = []
+    drawn = []
     for index in np.linspace(0, len(records) - 1, min(6, len(records))).astype(int):
-        for name, values in records[index]["position"].items():
+        record = records[index]
+        for name, values in record["position"].items():
             parameters[name].copy_(torch.tensor(values).view_as(parameters[name]))
         for panel in panels(position, length)[:1]:
-            found.append(panel._replace(title=f"{panel.title}, step {records[index]['step']}"))
-    return found
+            drawn.append(panel._replace(title=f"{panel.title}, step {record['step']}"))
+    return drawn
 
 
 @torch.no_grad()
@@ -119,71 +114,61 @@ def effective_panel(positions: Mapping[str, Position], length: int) -> Panel:
         bias = position.distance_bias(length)
         if bias is None:
             raise UserError(f"{label}: adds no bias by distance - leave it out of this figure")
-        ended = bias.cummin(dim=1).values < THRESHOLD
-        counts.append(ended.sum(dim=0))
+        counts.append((bias.cummin(dim=1).values < THRESHOLD).sum(dim=0))
     title = "heads whose effective length is at most d"
     return Panel(title, torch.stack(counts), labels=tuple(positions))
 
 
-def draw(found: Sequence[Panel], title: str) -> Figure:
+def draw(panels: Sequence[Panel], title: str) -> Figure:
     """The panels side by side, at the width of a page; the colour bar names the heads.
 
     The dashed line in the panel of a bias is where effective lengths end.
     """
-    columns = len(found) if len(found) <= 3 else 2
-    rows = math.ceil(len(found) / columns)
-    heads = max(len(panel.values) for panel in found)
+    columns = len(panels) if len(panels) <= 3 else 2
+    rows = math.ceil(len(panels) / columns)
+    heads = max(len(panel.values) for panel in panels)
     with style():
-        size = (2.4 * max(columns, 2) + 0.5, 2.3 * rows + 0.3)
-        figure = Figure(figsize=size, layout="constrained")
-        places = list(figure.subplots(rows, columns, squeeze=False).flat)
-        for unused in places[len(found) :]:
+        width = 2.4 * max(columns, 2) + 0.5
+        figure = Figure(figsize=(width, 2.3 * rows + 0.3), layout="constrained")
+        set_title(figure, title, width, size=10)
+        every_axes = figure.subplots(rows, columns, squeeze=False).ravel()
+        for unused in every_axes[len(panels) :]:
             unused.set_axis_off()
-        for axes, panel in zip(places, found, strict=False):
+        for axes, panel in zip(every_axes, panels, strict=False):
             count, length = panel.values.shape
             distances = sampled(length, 100 if count > 1 else 500)
-            palette = colours(count) if count > 1 else ListedColormap(["black"])
-            shown = panel.values[:, distances]
-            labels = panel.labels or [None] * count
-            for head, values in enumerate(shown):
-                axes.plot(distances, values, color=palette(head), linewidth=1.1, label=labels[head])
+            axes.set_prop_cycle(color=colours(count).colors if count > 1 else ["black"])
+            lines = axes.plot(distances, panel.values[:, distances].T, linewidth=1.1)
             if panel.labels:
-                axes.legend(frameon=False)
+                axes.legend(lines, panel.labels)
 
             axes.set_xscale("function", functions=(np.log1p, np.expm1))
             axes.set_xlim(0, length)
             axes.set_xlabel("distance d (tokens), scale log(1 + d)")
-            ticks, labels = [0], ["0"]
-            for power in range(9):
-                if 10**power <= length:
-                    ticks.append(10**power)
-                    labels.append(str(10**power) if power < 3 else f"10{SUPERSCRIPTS[power]}")
-            axes.set_xticks(ticks, labels)
+            ticks = {0: "0", 1: "1", 10: "10", 100: "100"}
+            ticks |= {10**power: f"10{SUPERSCRIPTS[power]}" for power in range(3, 9)}
+            shown = [tick for tick in ticks if tick <= length]
+            axes.set_xticks(shown, [ticks[tick] for tick in shown])
             axes.minorticks_off()
-            axes.set_title(panel.title, loc="left")
+            axes.set_title(panel.title)
             axes.grid(color="#E8E8E8", linewidth=0.5)
-            axes.spines[["top", "right"]].set_visible(False)
             axes.axhline(0, color=GREY, linewidth=0.5, zorder=1)
-            if not panel.is_bias:
-                continue
-            lowest = float(panel.values.min())
-            highest = max(float(panel.values.max()), 0.0)
-            if lowest < THRESHOLD:
+            lowest, highest = float(panel.values.min()), float(panel.values.max())
+            if panel.is_bias and lowest < THRESHOLD:
                 axes.axhline(THRESHOLD, color=GREY, linewidth=0.7, linestyle=(0, (4, 3)), zorder=1)
-            if lowest < CUT:
-                margin = 0.05 * (highest - CUT)
-                axes.set_ylim(CUT, highest + margin)
-                axes.set_title(f"{panel.title}, cut at {CUT:g}", loc="left")
+            if panel.is_bias and lowest < CUT:
+                highest = max(highest, 0.0)
+                axes.set_ylim(CUT, highest + 0.05 * (highest - CUT))
+                axes.set_title(f"{panel.title}, cut at {CUT:g}")
 
-        title = textwrap.fill(title, int(size[0] / LETTER))
-        figure.suptitle(title, x=0.01, ha="left", fontsize=10)
-        if heads > 1 and not found[0].labels:
+        if heads > 1 and not panels[0].labels:
             # Heads are numbered from 0, as in the tensors.
             borders = BoundaryNorm(np.arange(heads + 1) - 0.5, heads)
             scale = ScalarMappable(borders, colours(heads))
-            ticks = list(range(0, heads, math.ceil(heads / 6)))
-            bar = figure.colorbar(scale, ax=places, label="head", ticks=ticks, pad=0.01, aspect=30)
-            bar.minorticks_off()
+            ticks = range(0, heads, math.ceil(heads / 6))
+            figure.colorbar(
+                scale, ax=every_axes, label="head", ticks=ticks, pad=0.01, aspect=30
+            ).minorticks_off()
     return figure
 
 
@@ -197,12 +182,10 @@ def figures_of_model(
 ) -> dict[str, Figure]:
     """The trained encodings of a model on distances below `length`, where they can be drawn."""
     figures = {}
-    several = len(model.placed) > 1
-    for one in model.placed:
+    for placed in model.placed:
         name, heading = "encoding", title
-        if several:
-            name = f"encoding-layer{one.layers[0]}"
-            heading = f"{title}: {one.label}"
-        if found := panels(one.position, length):
-            figures[name] = draw(found, heading)
+        if len(model.placed) > 1:
+            name, heading = f"encoding-layer{placed.layers[0]}", f"{title}: {placed.label}"
+        if drawn := panels(placed.position, length):
+            figures[name] = draw(drawn, heading)
     return figures

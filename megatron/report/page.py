@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader
-from markupsafe import Markup, escape
+from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from megatron.checkpoints.manifest import RECORD, read_record
@@ -19,11 +19,11 @@ from megatron.errors import UserError
 from megatron.files import check_output, write_output
 from megatron.model import GPT
 from megatron.report.curves import (
+    curve,
     draw_accuracy,
     draw_by_position,
     draw_gains,
     draw_perplexity,
-    how_to_read,
     style,
     write,
 )
@@ -31,7 +31,7 @@ from megatron.report.encoding_figures import NO_PICTURE, figures_of_model
 from megatron.results.comparison import compared
 from megatron.results.comparison_table import how_made, tables_of, two_by_two
 from megatron.results.files import PICTURES, read_results
-from megatron.results.gain import THRESHOLDS, gains_of, table_of_gains
+from megatron.results.gain import Gain, gains_of, table_of_gains
 from megatron.results.labels import kinds, labels_of, matching, runs, sections, select
 from megatron.results.probes import ProbeRow, is_of_probes, read_probes, tables_of_probes
 from megatron.results.row import (
@@ -49,17 +49,8 @@ from megatron.results.row import (
     text_of,
     with_facts,
 )
-from megatron.results.table import (
-    BITS,
-    Table,
-    by_length,
-    mean_and_std,
-    quantities_of,
-    table_of_text,
-    with_bits,
-)
+from megatron.results.table import BITS, Table, by_length, quantities_of, table_of_text, with_bits
 
-HERE = Path(__file__).parent
 MARK = b'name="generator" content="megatron/report"'  # of page.html
 NOT_FOUND = "not found from here, so its encoding is not drawn"
 
@@ -69,18 +60,16 @@ class PageSection:
     """One text and protocol.
 
     tables: perplexity and, if rows have them, bits per byte; or the accuracy of a task
-    figures: their names by what they show
-    coloured: texts of one run of each encoding, window by window: tokens with class and gain
-    over_seeds: whether a curve is a mean over several seeds
+    figures: by the names of their files; each has its caption as its label
+    coloured: of one run of each encoding, the gains of the tokens of its text
     compared: differences from the reference, with notes; reason: why there are none
     """
 
     heading: str
     protocol: str
     tables: list[Table]
-    figures: dict[str, str] = field(default_factory=dict)
-    coloured: dict[str, list[list[tuple[str, str, str]]]] = field(default_factory=dict)
-    over_seeds: bool = False
+    figures: dict[str, Figure] = field(default_factory=dict)
+    coloured: dict[str, Gain] = field(default_factory=dict)
     compared: list[Table] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     reason: str = ""
@@ -90,25 +79,29 @@ class PageSection:
 class Page:
     """The contents of page.html: sections by text and protocol, probes, kernels, and gaps.
 
-    tasks: captions by the names of figures; kernels: names of figures
     probed: tables of each probed model, by its label
+    kernels: figures by the names of their files
     gaps: what is missing, and its cause; faults: checkpoints that could not be read, and why
-    figures: by the names of their files
     """
 
     rows: Sequence[Row]
     probes: Sequence[ProbeRow]
     sections: list[PageSection] = field(default_factory=list)
-    tasks: dict[str, str] = field(default_factory=dict)
     probed: dict[str, list[Table]] = field(default_factory=dict)
-    kernels: list[str] = field(default_factory=list)
+    kernels: dict[str, Figure] = field(default_factory=dict)
     models: Table | None = None
     gaps: list[tuple[str, str]] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
-    figures: dict[str, Figure] = field(default_factory=dict)
+
+    @property
+    def figures(self) -> dict[str, Figure]:
+        """All figures by the names of their files."""
+        figures = {}
+        for section in self.sections:
+            figures |= section.figures
+        return figures | self.kernels
 
     def html(self, title: str) -> str:
-        environment = Environment(loader=FileSystemLoader(HERE), autoescape=True)
         svgs = {}
         for number, (name, figure) in enumerate(self.figures.items()):
             file = io.StringIO()
@@ -117,14 +110,8 @@ class Page:
                 figure.savefig(file, format="svg", transparent=True, metadata=metadata)
             _, _, svg = file.getvalue().partition("<svg ")
             svg = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>f{number}-", svg)
-            first, *_ = figure.axes
-            curves = [bars.get_label() for bars in first.containers]
-            if legend := first.get_legend():
-                curves = [text.get_text() for text in legend.get_texts()]
-            title_of = [figure.get_suptitle(), first.get_title(loc="left")]
-            words = [*title_of, first.get_ylabel(), *curves]
-            spoken = "; ".join(filter(None, words))
-            svgs[name] = Markup(f'<svg role="img" aria-label="{escape(spoken)}" {svg}')
+            svgs[name] = Markup(svg)
+        environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
         template = environment.get_template("page.html")
         return template.render(page=self, title=title, svgs=svgs)
 
@@ -149,33 +136,31 @@ def page_of_rows(
     """
     page = Page(rows, probes)
     if against is not None:
-        select(against, kinds(page.rows))
-    for heading, members in sections(page.rows).items():
+        select(against, kinds(rows))
+    for heading, members in sections(rows).items():
         _add_text(page, heading, members, against)
 
     probes_of_runs: dict[Hashable, list[ProbeRow]] = {}
-    for row in page.probes:
+    for row in probes:
         probes_of_runs.setdefault(run_of(row), []).append(row)
-    first_rows = [of_run[0] for of_run in probes_of_runs.values()]
+    first_rows = [group[0] for group in probes_of_runs.values()]
     names = []
     for row in first_rows:
-        model = f"{row['pos_emb']}{seed_in_words(row)}, step {row['step']}"
-        names.append(f"{model}, {text_of(row) or 'a text'}")
+        text = text_of(row) or "a text"
+        names.append(f"{row['pos_emb']}{seed_in_words(row)}, step {row['step']}, {text}")
     labels = labels_of(first_rows, LABELS, names=names)
-    for label, of_run in zip(labels, probes_of_runs.values(), strict=True):
-        page.probed[label] = tables_of_probes(of_run)
-        for row in of_run:
+    for label, group in zip(labels, probes_of_runs.values(), strict=True):
+        page.probed[label] = tables_of_probes(group)
+        for row in group:
             if reason := row.get("reason"):
-                place = f"{row['probe']} of {label} at {row['length']}"
-                page.gaps.append((place, reason))
+                page.gaps.append((f"{row['probe']} of {label} at {row['length']}", reason))
 
-    every_row = [*page.rows, *probes]
+    every_row = [*rows, *probes]
     not_of_model = dict.fromkeys((*SETTING, *VARIANT))
     models = kinds([with_facts(row, not_of_model) for row in every_row])
     tried: set[str] = set()
-    for number, (label, of_model) in enumerate(models.items(), 1):
-        row_of = {row.get("checkpoint", ""): row for row in of_model}
-        row_of.pop("", None)
+    for number, (label, members) in enumerate(models.items(), 1):
+        row_of = {row["checkpoint"]: row for row in members if row.get("checkpoint")}
         # Rows of a sweep and probes of the same checkpoint are two kinds.
         if tried & row_of.keys():
             continue
@@ -192,24 +177,21 @@ def page_of_rows(
                 continue
             title = f"{label}{seed_in_words(row)}"
             figures = figures_of_model(model, title)
-            for name, figure in figures.items():
-                page.kernels.append(f"{number}-{name}")
-                page.figures[f"{number}-{name}"] = figure
+            page.kernels |= {f"{number}-{name}": figure for name, figure in figures.items()}
             if len(figures) < len(model.placed):
                 page.gaps.append((f"an encoding of {title}", NO_PICTURE))
             break  # of each model, the first checkpoint that can be read
 
-    keys = ["checkpoint", *COLUMNS]
-    for key in SHOWN_IF_SET:
-        if not any(key in row for row in every_row):
-            keys.remove(key)
-    head = [COLUMNS.get(key, key) for key in keys]
+    keys = ["checkpoint"]
+    for key in COLUMNS:
+        if key not in SHOWN_IF_SET or any(key in row for row in every_row):
+            keys.append(key)
     lines = {}
     for row in every_row:
         facts = [shown_fact(row, key) for key in keys]
         line = ["-" if fact in (None, "", {}) else plain(fact) for fact in facts]
-        lines.setdefault(tuple(line), line)
-    page.models = Table(head, list(lines.values()))
+        lines[tuple(line)] = line
+    page.models = Table([COLUMNS.get(key, key) for key in keys], list(lines.values()))
     return page
 
 
@@ -217,81 +199,60 @@ def _add_text(page: Page, heading: str, members: Sequence[Row], against: str | N
     """The section of rows of one text and protocol, and its figures."""
     rows: list[Row] = []
     for row in members:
-        # A pass by position tells also about doublings of the training length below its own.
-        edges, trained = row.get("position_edges") or [], row.get("train_length") or row["length"]
-        doublings = [trained * 2**power for power in range(row["length"].bit_length())]
-        shorter = [length for length in doublings if length in edges and length < row["length"]]
-        rows += by_length([row], [*shorter, row["length"]])
-    groups = kinds(rows)
-    protocol = rows[0].get("protocol") or ""
+        # A pass by position measures doublings of the training length below its own, too.
+        trained, length = row.get("train_length") or row["length"], row["length"]
+        doublings = {trained << power for power in range(length.bit_length())}
+        shorter = doublings.intersection(row.get("position_edges") or [])
+        rows += by_length([row], [*sorted(at for at in shorter if at < length), length])
+    groups, groups_of_members = kinds(rows), kinds(members)
     shown = quantities_of(rows)
-    section_tables = [table_of_text(rows, quantity, over_seeds=True) for quantity in shown]
-    section = PageSection(heading, protocol, section_tables)
-    seeds = [{row.get("seed") for row in of_kind} for of_kind in groups.values()]
-    section.over_seeds = max(map(len, seeds)) > 1
-    if known := with_bits(rows):
-        section.tables.append(table_of_text(known, BITS, over_seeds=True))
-
-    if repairs := two_by_two(members, "Which of two breaks longer texts"):
-        section.tables.append(repairs)
+    tables = [table_of_text(rows, quantity, over_seeds=True) for quantity in shown]
+    if with_bytes := with_bits(rows):
+        tables.append(table_of_text(with_bytes, BITS, over_seeds=True))
+    gains = table_of_gains(members)
+    tables += filter(None, [two_by_two(members, "Which of two breaks longer texts"), gains])
+    section = PageSection(heading, rows[0].get("protocol") or "", tables)
 
     # Accuracies are compared by tools/claims.py.
-    reference = None if protocol == TASK else reference_of(groups, against)
+    is_task = section.protocol == TASK
+    reference = None if is_task else reference_of(groups, against)
     highest = {}
-    for label, of_kind in groups.items():
-        numbers = [row["perplexity"] for row in of_kind if row["perplexity"] is not None]
-        highest[label] = max(numbers, default=math.inf)
-    limit = 2 * min(highest.values())
-    far = [label for label, number in highest.items() if number >= limit]
+    for label, group in groups.items():
+        highest[label] = max(filter(None, (row["perplexity"] for row in group)), default=math.inf)
+    far = [label for label in groups if highest[label] >= 2 * min(highest.values())]
     figures = {}
-    prefix = f"{len(page.sections) + 1}-" if page.sections else ""
-    if protocol == TASK:
-        page.tasks[f"{prefix}accuracy"] = how_to_read({heading: groups})
-        page.figures[f"{prefix}accuracy"] = draw_accuracy({heading: groups})
+    if is_task:
+        figures["accuracy"] = draw_accuracy({heading: groups})
     elif len({row["length"] for row in rows}) > 1:
         figures["perplexity"] = draw_perplexity(groups)
         if far and len(groups) >= len(far) + 2:
             figures["perplexity-near"] = draw_perplexity(groups, without=far)
     if reference and any(row.get("position_losses") for row in rows):
         figures["position"] = draw_by_position(groups, reference, far)
-    if gains := table_of_gains(members):
-        section.tables.append(gains)
-        figures["gain"] = draw_gains(kinds(members))
-        for label, of_kind in kinds(members).items():
-            first_run, *_ = runs(of_kind).values()
+    if gains:
+        figures["gain"] = draw_gains(groups_of_members)
+        for label, group in groups_of_members.items():
+            first_run, *_ = runs(group).values()
             for gain in gains_of(first_run)[-1:]:
-                texts = iter(gain.long.get("token_texts", []))
-                nats = iter(gain.gains.tolist())
-                title = f"{label}, {gain.short['length']} to {gain.long['length']}"
-                section.coloured[title] = [
-                    [_coloured(text, next(nats)) for text in itertools.islice(texts, size)]
-                    for size in gain.sizes
-                ]
-    for kind, figure in figures.items():
-        section.figures[kind] = f"{prefix}{kind}"
-        page.figures[f"{prefix}{kind}"] = figure
+                lengths = f"{gain.short['length']} to {gain.long['length']}"
+                section.coloured[f"{label}, {lengths}"] = gain
+    prefix = f"{len(page.sections) + 1}-" if page.sections else ""
+    section.figures = {f"{prefix}{kind}": figure for kind, figure in figures.items()}
 
     if reference and len(groups) > 1:
         try:
             # The beginnings of longer windows have no losses by window.
-            comparisons = compared(kinds(members), reference)
+            comparisons = compared(groups_of_members, reference)
         except UserError as fault:
             section.reason = str(fault)
         else:
             section.compared, section.notes = tables_of(comparisons), how_made(comparisons)
-    for label, of_kind in groups.items():
-        for row in of_kind:
+    for label, group in groups.items():
+        for row in group:
             if shown[0].of(row) is None:
                 reason = row.get("reason") or "no number"
                 page.gaps.append((f"{heading}, {label} at {row['length']}", reason))
     page.sections.append(section)
-
-
-def _coloured(text: str, gain: float) -> tuple[str, str, str]:
-    """A token with the class of its gain, which page.css colours, and the gain in words."""
-    level = sum(abs(gain) > least for least in THRESHOLDS)
-    kind = "gain" if gain > 0 else "lose"
-    return text.replace("␊", "↵\n"), f"{kind}{level}", f"{gain:+.2f}"
 
 
 def reference_of(groups: Mapping[str, Sequence[Row]], against: str | None) -> str | None:
@@ -305,15 +266,10 @@ def reference_of(groups: Mapping[str, Sequence[Row]], against: str | None) -> st
     candidates = []
     for label, rows in groups.items():
         seeds = {row.get("seed") for row in rows}
-        for length in {row["length"] for row in rows}:
-            perplexities = [row["perplexity"] for row in rows if row["length"] == length]
-            mean, _ = mean_and_std(perplexities)
-            if mean is not None:
-                candidates.append((-len(seeds), -length, mean, label))
-    if not candidates:
-        return None
-    *_, lowest = min(candidates)
-    return lowest
+        by_length = curve((row["length"], row["perplexity"]) for row in rows)
+        for length, mean, _ in by_length.T[-1:]:
+            candidates.append((-len(seeds), -length, mean, label))
+    return min(candidates)[-1] if candidates else None
 
 
 def model_beside(name: str, files: Sequence[Path], config_hash: str | None = None) -> GPT | None:
@@ -332,10 +288,8 @@ def model_beside(name: str, files: Sequence[Path], config_hash: str | None = Non
     for place in places:
         if not os.path.exists(place / RECORD):  # Path's method raises for a name that is too long
             continue
-        record = read_record(place)
-        if config_hash in (None, record["config_hash"]):
-            config, meta = read_meta(place)
-            return load_model(place, config, meta)
+        if config_hash in (None, read_record(place)["config_hash"]):
+            return load_model(place, *read_meta(place))
     return None
 
 

@@ -11,11 +11,11 @@ from matplotlib.transforms import Bbox
 from megatron.errors import UserError
 from megatron.positions import REGISTRY
 from megatron.report.curves import (
+    LOOKS,
     draw_accuracy,
     draw_by_position,
     draw_perplexity,
     looks,
-    looks_of_encodings,
     plot_results,
     write,
 )
@@ -24,17 +24,10 @@ from megatron.results.labels import kinds, runs
 from megatron.results.row import by_text
 from tests.results.rows import answers, rows
 
-LENGTHS = (512, 1024, 2048)
-
-
-def curve(pos_emb, *perplexities, **facts):
-    return rows(pos_emb, dict(zip(LENGTHS, perplexities, strict=True)), **facts)
-
-
 ROWS = [
-    *curve("mep_free", 12.3, 12.1, 12.0),
-    *curve("rotary", 12.4, 80.0, 900.0),
-    *curve("learned", 13.0, None, None),
+    *rows("mep_free", {512: 12.3, 1024: 12.1, 2048: 12.0}),
+    *rows("rotary", {512: 12.4, 1024: 80.0, 2048: 900.0}),
+    *rows("learned", {512: 13.0, 1024: None, 2048: None}),
 ]
 
 
@@ -46,12 +39,12 @@ def words(path):
 
 def test_the_picture_names_curves_with_their_last_values_lengths_and_training_length(tmp_path):
     plot_results(ROWS, tmp_path / "curves.svg", title="Perplexity of three")
-    found = words(tmp_path / "curves.svg")
+    shown = words(tmp_path / "curves.svg")
     labels = ["rotary: 900.0", "learned: 13.00 at 512", "mep_free: 12.00"]
-    assert [text for text in found if text in labels] == labels
-    assert {"Perplexity of three", "512", "1024", "2048", "perplexity, log scale"} <= {*found}
-    assert "evaluation length (tokens); dashed: training length 512" in found
-    assert any(text.startswith("stdlib valid") for text in found)
+    assert [text for text in shown if text in labels] == labels
+    assert {"Perplexity of three", "512", "1024", "2048", "perplexity, log scale"} <= {*shown}
+    assert "evaluation length (tokens); dashed: training length 512" in shown
+    assert any(text.startswith("stdlib valid") for text in shown)
     with pytest.raises(UserError, match=r"is written as .png, .svg or .pdf"):
         plot_results(ROWS, tmp_path / "curves.txt")
 
@@ -61,13 +54,13 @@ NAMES = ["mep_free", "kerple_bias_2para", *["rotary"] * 13, "t5", "fire", "alibi
 
 @pytest.mark.parametrize("count", [2, 8, 20])
 def test_no_text_is_cut_or_covered_and_each_curve_has_a_look_of_its_own(count, monkeypatch):
-    found = []
+    measured = []
     for corpus in ("stdlib", "a corpus whose name is so long that no line has room for it"):
         for number, name in enumerate(NAMES[:count]):
             curve = dict.fromkeys([2**power for power in range(6, 21)], 10.0 + number)
             method = f"yarn,factor={number}" * number if name == "rotary" else None
-            found += rows(name, curve, corpus=corpus, method=method)
-    texts = [runs(of_text) for of_text in by_text(found)]
+            measured += rows(name, curve, corpus=corpus, method=method)
+    texts = map(runs, by_text(measured))
     figure = draw_perplexity(*texts, title="Longer than the figure is wide " * 4)
 
     drawn = []
@@ -86,31 +79,30 @@ def test_no_text_is_cut_or_covered_and_each_curve_has_a_look_of_its_own(count, m
 
 
 def test_a_pass_by_position_is_drawn_as_the_difference_from_an_encoding(tmp_path):
-    measured = {"position_edges": [0, 1, 256, 512], "position_losses": [0.0, 3.0, 2.0]}
-    row = ROWS[0] | measured
+    row = ROWS[0] | {"position_edges": [0, 1, 256, 512], "position_losses": [0.0, 3.0, 2.0]}
     other = row | {"window": 256, "position_losses": [0.0, 3.0, 2.5]}
     reference = "mep_free, window none"
     write(draw_by_position(runs([row, other]), reference), tmp_path / "two.svg")
-    found = words(tmp_path / "two.svg")
-    assert {f"{reference}: 0.00", "mep_free, window 256: 0.50"} <= {*found}
-    assert {f"Loss minus that of {reference}", "difference in loss (nats per token)"} <= {*found}
+    shown = words(tmp_path / "two.svg")
+    assert {f"{reference}: 0.00", "mep_free, window 256: 0.50"} <= {*shown}
+    assert {f"Loss minus that of {reference}", "difference in loss (nats per token)"} <= {*shown}
 
 
 @pytest.mark.parametrize(
     "name", ["$$", "$\\frac{", "_mine", "a_b^c\\d", "<script>", "{x}", "%s", "a & b"]
 )
 def test_a_name_is_drawn_as_it_is_written(name, tmp_path):
-    found = [*curve(name, 12.0, 11.0, 10.0), *answers(name, {512: 0.5})]
-    for number, picture in ((0, found[:3]), (1, found[3:])):
-        plot_results(picture, tmp_path / f"{number}.svg", title=f"Of {name}")
-        shown = words(tmp_path / f"{number}.svg")
-        assert {f"Of {name}", (f"{name}: 10.00", name)[number]} <= {*shown}
-    page = page_of_rows(found).html(name)
+    texts, tasks = rows(name, {512: 12.0, 1024: 10.0}), answers(name, {512: 0.5})
+    for measured, label in ((texts, f"{name}: 10.00"), (tasks, name)):
+        plot_results(measured, tmp_path / "one.svg", title=f"Of {name}")
+        assert {f"Of {name}", label} <= {*words(tmp_path / "one.svg")}
+    page = page_of_rows(texts + tasks).html(name)
     assert f'equal_tokens; perplexity; {name}: 10.00"' in html.unescape(page), "it is spoken"
 
 
 def test_a_mean_over_seeds_has_a_band_and_every_length_needs_all_seeds():
-    seeds = [*curve("t5", 12.0, 9.0, None, seed=1), *curve("t5", 10.0, 9.0, 7.0, seed=2)]
+    seeds = rows("t5", {512: 12.0, 1024: 9.0, 2048: None}, seed=1)
+    seeds += rows("t5", {512: 10.0, 1024: 9.0, 2048: 7.0}, seed=2)
     (axes,) = draw_perplexity({"t5": seeds}).axes
     line = next(line for line in axes.lines if line.get_label().startswith("t5"))
     assert line.get_xydata().tolist() == [[512, 11.0], [1024, 9.0]]
@@ -123,26 +115,26 @@ def test_a_mean_over_seeds_has_a_band_and_every_length_needs_all_seeds():
 
 
 def test_a_heatmap_has_a_panel_for_each_task_with_the_mean_and_the_spread_of_every_cell(tmp_path):
-    found = answers("rotary", {512: 1.0, 1024: 0.5}, seed=1)
-    found += answers("rotary", {512: 1.0, 1024: 0.4}, seed=2)
-    found += answers("learned", {512: 0.973, 1024: None, 2048: 0.0}, reason="it ends")
-    found += answers("none", {512: 0.6, 1024: 0.5}, corpus="task:parity")
-    plot_results(found, tmp_path / "map.svg", over_seeds=True)
+    tasks = answers("rotary", {512: 1.0, 1024: 0.5}, seed=1)
+    tasks += answers("rotary", {512: 1.0, 1024: 0.4}, seed=2)
+    tasks += answers("learned", {512: 0.973, 1024: None, 2048: 0.0}, reason="it ends")
+    tasks += answers("none", {512: 0.6, 1024: 0.5}, corpus="task:parity")
+    plot_results(tasks, tmp_path / "map.svg", over_seeds=True)
     shown = words(tmp_path / "map.svg")
-    assert {"Token accuracy beyond the training length", "copy", "parity (guessing: 50 %)"} <= {
-        *shown
-    }
+    headings = {"Token accuracy beyond the training length", "copy", "parity (guessing: 50 %)"}
+    assert headings <= {*shown}
     assert any("mean ± standard deviation over seeds" in text for text in shown)
-    cells = [text for text in shown if re.fullmatch(r"n/a|±?\d{1,4}\*?", text)]
-    copying = ["100", "±0", "45", "±7", "97", "n/a", "0"]
+    cells = [text for text in shown if re.fullmatch(r"n/a|\d+(\*|±\d+)?", text)]
+    copying = ["100±0", "45±7", "97", "n/a", "0"]
     assert cells == ["512*", "1024", "2048", *copying, "512*", "1024", "60", "50"]
     with pytest.raises(UserError, match="tasks and texts have no common plot"):
-        plot_results([*found, *ROWS], tmp_path / "both.svg")
+        plot_results([*tasks, *ROWS], tmp_path / "both.svg")
 
 
-def test_no_heading_of_a_narrow_heatmap_is_cut():
-    groups = kinds(answers("t5", {512: 0.6}, corpus="task:flip_flop"))
-    figure = draw_accuracy({"task:flip_flop": groups}, "Accuracy beyond the training length")
+@pytest.mark.parametrize(("task", "title"), [("flip_flop", "Accuracy beyond"), ("copy", "")])
+def test_no_heading_of_a_narrow_heatmap_is_cut(task, title):
+    groups = kinds(answers("t5", {512: 0.6}, corpus=f"task:{task}"))
+    figure = draw_accuracy({f"task:{task}": groups}, title)
     figure.draw_without_rendering()
     for text in figure.findobj(Text):
         if text.get_text() and text.get_in_layout():
@@ -151,16 +143,18 @@ def test_no_heading_of_a_narrow_heatmap_is_cut():
 
 
 def luminance(colour):
-    """That of WCAG 2."""
+    """The relative luminance of WCAG 2."""
     linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
     return sum(part * weight for part, weight in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))
 
 
 def test_the_cells_of_a_heatmap_darken_with_accuracy_and_their_numbers_stand_out():
     shares = {length: number / 100 for number, length in enumerate(range(512, 613))}
-    (axes,) = draw_accuracy({"task:copy": kinds(answers("alibi", shares))}).axes
-    (cells,) = axes.containers
-    grounds = [luminance(cell.get_facecolor()) for cell in cells]
+    figure = draw_accuracy({"task:copy": kinds(answers("alibi", shares))})
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    (cells,) = axes.collections
+    grounds = [luminance(colour) for colour in cells.get_facecolor()]
     assert len(grounds) == 101
     assert grounds == sorted(grounds, reverse=True)
     inks = [luminance(text.get_color()) for text in axes.texts if text.get_text()]
@@ -170,20 +164,21 @@ def test_the_cells_of_a_heatmap_darken_with_accuracy_and_their_numbers_stand_out
 
 
 def test_fourteen_encodings_at_six_lengths_stay_readable():
-    found = []
+    texts = {}
     for task in ("copy", "parity"):
+        tasks = []
         for number, name in enumerate([*NAMES[:14], "rotary"]):
             shares = {512 * 2**power: (1.0, 0.09)[power % 2] for power in range(6)}
             facts = {"corpus": f"task:{task}", "pos_emb_args": {"percent": number}}
-            found += answers(name, shares, seed=1, **facts)
-            others = {length: max(0.0, share - 0.3) for length, share in shares.items()}
-            found += answers(name, others, seed=2, **facts)
-    texts = {of_text[0]["corpus"]: kinds(of_text) for of_text in by_text(found)}
+            tasks += answers(name, shares, seed=1, **facts)
+            shares = {length: max(0.0, share - 0.3) for length, share in shares.items()}
+            tasks += answers(name, shares, seed=2, **facts)
+        texts[task] = kinds(tasks)
     figure = draw_accuracy(texts, "Accuracy")
     figure.draw_without_rendering()
     for axes in figure.axes:
         cells = [text for text in axes.texts if text.get_text()]
-        assert len(cells) == 2 * 15 * 6
+        assert len(cells) == 15 * 6
         for text in cells:
             column, line = text.get_position()
             corners = [(column - 0.5, line + 0.5), (column + 0.5, line - 0.5)]
@@ -196,9 +191,8 @@ def test_fourteen_encodings_at_six_lengths_stay_readable():
 
 
 def test_the_look_of_an_encoding_is_its_own_in_every_figure():
-    known = looks_of_encodings()
-    assert {*known} <= {*REGISTRY}
-    assert len({*map(tuple, known.values())}) == len(known)
+    assert {*LOOKS} <= {*REGISTRY}
+    assert len({*map(tuple, LOOKS.values())}) == len(LOOKS)
     names = ["rotary", "bump", "mep_free"]  # a new encoding needs no line there
     assert looks(names) == [looks([name])[0] for name in names]
     assert looks(["rotary", "rotary", "t5"])[-1] == looks(["t5"])[0], "its colour is not taken"

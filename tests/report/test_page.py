@@ -32,16 +32,12 @@ def page():
 
 def tables_of(page):
     """The texts of the cells of every table."""
-    found = []
+    tables = []
     for table in re.findall(r"<table>(.*?)</table>", page, flags=re.DOTALL):
         lines = re.findall(r"<tr>(.*?)</tr>", table, flags=re.DOTALL)
         cells = [re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", line) for line in lines]
-        found.append([[unescape(re.sub("<.*?>", "", cell)) for cell in line] for line in cells])
-    return found
-
-
-def tables(rows):
-    return tables_of(page_of_rows(rows).html("t"))
+        tables.append([[unescape(re.sub("<.*?>", "", cell)) for cell in line] for line in cells])
+    return tables
 
 
 def test_the_page_takes_nothing_from_elsewhere(page):
@@ -57,9 +53,9 @@ def test_no_text_of_a_row_is_markup():
     evil = '<script>alert("x")</script><b>&\'"'
     keys = ("pos_emb", "corpus", "part", "protocol", "checkpoint", "device", "commit", "reason")
     hostile = dict.fromkeys(keys, evil) | {"pos_emb_args": {"kernels": [evil]}}
-    found = [one | hostile | {"perplexity": None, "loss": None} for one in MEASURED[:2]]
+    measured = [row | hostile | {"perplexity": None, "loss": None} for row in MEASURED[:2]]
     probe = {"probe": "copy", "length": 9, "step": 1, "config_hash": evil, "reason": evil}
-    page = page_of_rows([*found, *MEASURED], [probe | hostile]).html(evil)
+    page = page_of_rows([*measured, *MEASURED], [probe | hostile]).html(evil)
     assert "<script>alert" not in page
     assert "<b>" not in page
     assert page.count("<script") == 1
@@ -107,16 +103,16 @@ def test_each_text_has_a_section_with_its_own_reference_in_whatever_order_files_
 def test_a_pass_by_position_is_shown_at_the_shorter_lengths_that_it_holds():
     edges, losses = [0, 512, 1024, 1500, 2048], [3.0, 2.0, 1.0, 2.0]
     measured = {"protocol": "position", "position_edges": edges, "position_losses": losses}
-    table = tables(rows("mep", {2048: 7.389}, windows=1, **measured))[0]
+    page = page_of_rows(rows("mep", {2048: 7.389}, windows=1, **measured))
+    table = tables_of(page.html("t"))[0]
     assert table[0] == ["pos_emb", "seeds", "512*", "1024", "2048"]
     assert table[1][2:4] == ["20.09", "12.18"]  # exp(3) and exp(2.5)
 
 
 def test_encodings_are_compared_on_the_same_text_or_the_page_says_why_not():
-    shifts = {"a": [0.0, 0.0, 0.0], "b": [0.2, 0.21, 0.22], "c": [0.1]}
-    found = [one for name, of_seeds in shifts.items() for one in seeds_of(name, of_seeds)]
-    page = page_of_rows(found, against="a").html("t")
-    (table,) = [one for one in tables_of(page) if one[0][0] == "encoding"]
+    shifted = seeds_of("a", [0.0, 0.0, 0.0]) + seeds_of("b", [0.2, 0.21, 0.22])
+    page = page_of_rows([*shifted, *seeds_of("c", [0.1])], against="a").html("t")
+    (table,) = [table for table in tables_of(page) if table[0][0] == "encoding"]
     differences = [line[table[0].index("loss - a")] for line in table]
     assert differences == ["loss - a", "", "+0.2100", "+0.1000"]
     assert "Holm" in page
@@ -126,10 +122,10 @@ def test_encodings_are_compared_on_the_same_text_or_the_page_says_why_not():
 
 
 def test_tasks_come_first_as_heatmaps_that_are_spoken_and_have_tables():
-    found = answers("rotary", {512: (1.0, 1.0), 1024: (0.5, 0.0)}, seed=1)
-    found += answers("rotary", {512: (1.0, 1.0), 1024: (0.4, 0.0)}, seed=2)
-    found += answers("learned", {512: 0.97}) + answers("learned", {1024: None}, reason="it ends")
-    page = page_of_rows([*MEASURED[:2], *found])
+    tasks = answers("rotary", {512: (1.0, 1.0), 1024: (0.5, 0.0)}, seed=1)
+    tasks += answers("rotary", {512: (1.0, 1.0), 1024: (0.4, 0.0)}, seed=2)
+    tasks += answers("learned", {512: 0.97, 1024: None}, reason="it ends")
+    page = page_of_rows([*MEASURED[:2], *tasks])
     shown = page.html("t")
     assert 'aria-label="copy; rotary: 100±0 at 512, 45±7 at 1024; learned: 97 at' in shown
     headings = re.findall("<h2>(.*?)</h2>", shown)
@@ -148,12 +144,11 @@ def test_tasks_come_first_as_heatmaps_that_are_spoken_and_have_tables():
 def test_the_text_of_a_section_is_coloured_by_what_far_context_gains():
     losses = {64: [3.0, 3.0, 3.0, 3.0], 512: [1.5, 2.8, 3.0, 4.5]}
     facts = {"protocol": "tail", "tail": 2, "tokens": 4, "windows": 2, "text": "ab"}
-    found = []
-    for length, of_targets in losses.items():
-        facts["token_losses"] = of_targets
-        facts["token_texts"] = ["x", " <b>", "␊", "y"]
-        found += rows("mep", {length: 10.0}, **facts)
-    page = page_of_rows(found)
+    facts["token_texts"] = ["x", " <b>", "␊", "y"]
+    measured = []
+    for length, token_losses in losses.items():
+        measured += rows("mep", {length: 10.0}, token_losses=token_losses, **facts)
+    page = page_of_rows(measured)
     shown = page.html("t")
     assert '<span class="gain2" title="+1.50">x</span>' in shown
     assert '<span class="gain1" title="+0.20"> &lt;b&gt;</span></p>' in shown  # ends its window
@@ -203,8 +198,8 @@ def test_probes_of_each_model_have_tables():
     assert (f"copy of {labels[1]} at 512", "it ends") in page.gaps
     assert "Does the model repeat the tokens?" in shown
     assert "have not learned to retrieve: expect accuracies of 0.00" in shown
-    others = [probes[0] | {"split": split} for split in ("949,50,1", "8,1,1")]
-    assert len(page_of_rows([], others).probed) == 2
+    on_splits = [probes[0] | {"split": split} for split in ("949,50,1", "8,1,1")]
+    assert len(page_of_rows([], on_splits).probed) == 2
 
 
 def test_curves_that_stay_low_are_drawn_once_more():
@@ -218,14 +213,14 @@ def test_curves_that_stay_low_are_drawn_once_more():
 
 
 def test_the_page_of_the_results_at_hand_compares_as_compare_does():
-    found = read_results(sorted((ROOT / "docs/results").glob("cpu-*.jsonl")))
-    names = {row["pos_emb"] for row in found}
+    published = read_results(sorted((ROOT / "docs/results").glob("cpu-*.jsonl")))
+    names = {row["pos_emb"] for row in published}
     windowed = {f"{name}, window {n}" for name in names for n in ("none", "512")}
-    assert {*kinds(found)} == windowed
-    for section in page_of_rows(found).sections:
+    assert {*kinds(published)} == windowed
+    for section in page_of_rows(published).sections:
         labels = {line[0] for line in section.tables[0].body}
         assert labels == (windowed if section.protocol == "equal_tokens" else names)
-    tail = kinds([row for row in found if row["protocol"] == "tail"])
+    tail = kinds([row for row in published if row["protocol"] == "tail"])
     lowest = reference_of(tail, None)
     for against, label, in_section in (
         ("mep_free, window none", "mep_free, window none", "mep_free"),
@@ -233,11 +228,11 @@ def test_the_page_of_the_results_at_hand_compares_as_compare_does():
         # The protocol `tail` has no windows: the page takes the lowest there.
         ("t5, window train_length", "t5, window 512", lowest),
     ):
-        assert compared(kinds(found), against)[0].reference == label
+        assert compared(kinds(published), against)[0].reference == label
         assert reference_of(tail, against) == in_section
     with pytest.raises(UserError, match="--against: 'alibi' means several"):
-        page_of_rows(found, against="alibi")
-    equal = kinds([row for row in found if row["protocol"] == "equal_tokens"])
+        page_of_rows(published, against="alibi")
+    equal = kinds([row for row in published if row["protocol"] == "equal_tokens"])
     assert reference_of(equal, None) == "mep_free, window none", "the lowest with three seeds"
 
 
@@ -257,15 +252,15 @@ def test_beside_the_results_each_model_finds_its_own_checkpoint(tmp_path):
     assert model_beside("elsewhere/none/global_step10", files[:2], hashes["none"]) is None
     place = {"checkpoint": "elsewhere/alibi/global_step10", "config_hash": hashes["alibi"]}
     page = page_of_rows(rows("alibi", {512: 9.0}, **place), files=files)
-    assert page.kernels == ["1-encoding"]
+    assert [*page.kernels] == ["1-encoding"]
     shown = page.html("t")
     assert 'aria-label="alibi, seed 1234' in shown
     assert "kernel exp(bias)" in shown
     # Of a sweep's rows and of the probes, it is one checkpoint; an imported model has no seed.
-    found = rows("alibi", {512: 9.0}, **place, sweep="s", origin="LlamaForCausalLM")
-    probe = {"probe": "copy", "length": 9, "reason": "it ends"}
-    page = page_of_rows(found, [found[0] | probe | {"sweep": None}], files)
-    assert page.kernels == ["1-encoding"]
+    (row,) = rows("alibi", {512: 9.0}, **place, sweep="s", origin="LlamaForCausalLM")
+    probe = row | {"probe": "copy", "length": 9, "reason": "it ends", "sweep": None}
+    page = page_of_rows([row], [probe], files)
+    assert [*page.kernels] == ["1-encoding"]
     assert "seed 1234" not in page.html("t")
 
 
@@ -278,13 +273,13 @@ def test_an_encoding_without_a_picture_is_a_gap(tmp_path):
 
 
 def test_the_code_of_a_checkpoint_is_not_run_for_its_picture(tmp_path, own_registry):
-    own = "from megatron.positions import Position, register\n\n\n@register('mine')\n"
-    (tmp_path / "mine.py").write_text(f"{own}class Mine(Position):\n    pass\n")
+    code = "from megatron.positions import Position, register\n\n\n@register('mine')\n"
+    (tmp_path / "mine.py").write_text(f"{code}class Mine(Position):\n    pass\n")
     words = [f"pos_emb_file={tmp_path}/mine.py", "pos_emb=mine"]
     path, config_hash = checkpoint_of_bytes(tmp_path, *SMALL, *words)
     FILES.clear()
     del REGISTRY["mine"]
-    found = rows("mine", {512: 9.0}, checkpoint=str(path), config_hash=config_hash)
-    ((_, cause),) = page_of_rows(found).gaps
+    measured = rows("mine", {512: 9.0}, checkpoint=str(path), config_hash=config_hash)
+    ((_, cause),) = page_of_rows(measured).gaps
     assert "is not run unasked" in cause
     assert "mine" not in REGISTRY
