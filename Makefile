@@ -46,11 +46,10 @@ test-docs: $(INSTALLED)
 
 # On a machine with a GPU, with what PYTHON has there: no .venv is made. Tests of the kernels need torch, numpy and
 # pytest (7.4 or newer) alone, and Triton a C compiler at its first launch; what is missing skips a test with its
-# reason. Three blocks of under ten minutes, one or all:
+# reason. Blocks of at most seven, five and ten minutes, one or all:
 #   make gpu-check BLOCK=1
-# Files are written to OUT as it goes. The same command again runs what failed, was stopped, or had not begun,
-# and what was done with another commit or command.
-# docs/first_gpu.md says what each figure decides. DRY=1 runs the same commands with small sizes on a CPU, in five minutes.
+# Files are written to OUT as it goes. docs/first_gpu.md says what each figure decides. DRY=1 runs the same commands
+# with small sizes on a CPU, in some minutes.
 # Where nothing can be fetched, DeepSpeed and pydantic come as wheels, made elsewhere by
 # `pip download -d wheels -r requirements.txt`, and
 #   pip install --no-index --no-deps --target site wheels/*.whl && PYTHONPATH=site make gpu-check
@@ -117,9 +116,9 @@ results-tasks: $(INSTALLED)
 	$(PY) tools/sweep.py run configs/sweeps/tasks.yml --jobs 2
 	$(REPORT)
 
-# The table of every encoding's speed and memory in docs/performance.md, in about ten minutes on an idle core.
+# Speed and memory of every encoding, as in docs/performance.md, in about ten minutes on an idle core.
 encodings: $(INSTALLED)
-	$(PY) tools/bench/step.py --encodings all --hidden 256 --layers 2 --heads 4 --vocab 1024 --threads 1 --into docs/performance.md
+	$(PY) tools/bench/step.py --encodings all --hidden 256 --layers 2 --heads 4 --vocab 1024 --threads 1
 
 lint: $(INSTALLED)
 	$(PY) -m ruff format --check .

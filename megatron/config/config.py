@@ -10,19 +10,9 @@ import yaml
 
 from megatron.config.messages import bad_configuration
 from megatron.config.schema import (
+    BY_FILE_NAME,
     KEYS,
-    Attention,
-    Checkpoint,
-    Data,
-    Evaluation,
-    Launch,
-    Logging,
-    Model,
-    Optimizer,
-    Parallel,
-    Position,
-    Precision,
-    Training,
+    Sections,
     all_keys,
     default_of,
     file_names,
@@ -36,32 +26,20 @@ COPY = "pos_emb_file.py"  # the user's own encoding, beside the configuration of
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Sections):
     """A complete and checked configuration. Sections cannot be changed.
 
     pos_emb_code: the text of the file that pos_emb_file names
     sources: files, and `command line`
     notes: what the user should know at the start, such as keys without effect
-    given: keys that somebody chose, also if the value is the default
+    chosen: keys that somebody chose, also if the value is the default
     origins: who set a key, by its name with dots; without keys that nobody set
     """
 
-    model: Model
-    position: Position
-    attention: Attention
-    data: Data
-    training: Training
-    optimizer: Optimizer
-    precision: Precision
-    parallel: Parallel
-    checkpoint: Checkpoint
-    evaluation: Evaluation
-    logging: Logging
-    launch: Launch
     pos_emb_code: str | None = None
     sources: tuple[str, ...] = field(default=(), compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
-    given: frozenset[str] = field(default=frozenset(), compare=False)
+    chosen: frozenset[str] = field(default=frozenset(), compare=False)
     origins: dict[str, str] = field(default_factory=dict, compare=False)
 
     def __getitem__(self, name: str) -> Any:
@@ -102,7 +80,7 @@ class Config:
             value = plain(self[key.name])
             default = self[key.follows] if key.follows else plain(default_of(key.info))
             if key.shapes_result and value != default:
-                shaping[key.name] = file_names(value) if key.hash_by_file_name else value
+                shaping[key.name] = file_names(value) if key.name in BY_FILE_NAME else value
         if self.training.train_epochs is not None:  # train_iters follows from the data
             shaping.pop("train_iters", None)
         shaping |= self._chosen()
@@ -158,7 +136,7 @@ class Config:
     @property
     def only_measures(self) -> bool:
         """Whether somebody chose train_iters: 0, with which KERPLE and MEP measure a checkpoint."""
-        return "train_iters" in self.given and self.training.train_iters == 0
+        return "train_iters" in self.chosen and self.training.train_iters == 0
 
     def require_for(self, purpose: str) -> None:
         """Check what only `train` or `evaluate` needs; raises UserError with all missing keys."""
@@ -166,7 +144,7 @@ class Config:
         measures = purpose == "evaluate" or self.only_measures
         trains = purpose == "train" and not measures
         validates = training.eval_interval and training.eval_iters
-        of_parts = bool(data.train_data_paths)
+        whole_corpora = bool(data.train_data_paths)
         needs = [
             (
                 measures and not (checkpoint.load or checkpoint.save),
@@ -174,7 +152,7 @@ class Config:
                 " (save and --checkpoint are understood too)",
             ),
             (
-                trains and not (data.data_path or of_parts),
+                trains and not (data.data_path or whole_corpora),
                 "data_path: not given; the prefix of the .bin and .idx files that prepare_data.py"
                 " made",
             ),
@@ -185,7 +163,7 @@ class Config:
             ),
             (trains and not checkpoint.save, "save: not given; the folder for checkpoints"),
             (
-                trains and validates and of_parts and not data.valid_data_paths,
+                trains and validates and whole_corpora and not data.valid_data_paths,
                 "valid_data_paths: not given; train_data_paths leaves no text for validations;"
                 " give corpora for them, or eval_interval: 0",
             ),

@@ -1,4 +1,4 @@
-"""Faults between keys, which no key can show alone: each is a condition and its message."""
+"""Faults between keys, which no key can show alone."""
 
 from collections.abc import Callable, Iterator, Mapping
 from inspect import signature
@@ -20,7 +20,6 @@ from megatron.config.schema import (
     Parallel,
     Position,
     Precision,
-    Section,
     Training,
     as_list,
 )
@@ -46,11 +45,10 @@ OF_STATES = (
     "linear_value_head_dim",
 )
 """Keys that only gated_delta and kda layers read."""
-Faults = Iterator[tuple[Any, str]]
-"""Conditions, which mean a fault if they are true, and messages."""
+Faults = Iterator[str]
 
 
-def check_together(sections: Mapping[str, Section], report: Report, *, trains: bool = True) -> None:
+def check_together(sections: Mapping[str, Any], report: Report, *, trains: bool = True) -> None:
     """Report what does not fit together; a check is left out if one of its sections is missing.
 
     trains: False leaves out what only a training cannot do
@@ -59,62 +57,60 @@ def check_together(sections: Mapping[str, Section], report: Report, *, trains: b
         needed = signature(check).parameters
         concerns = trains or check is not _sharing
         if concerns and needed.keys() <= sections.keys():
-            for is_fault, message in check(*(sections[name] for name in needed)):
-                if is_fault:
-                    report.fault(message)
+            for message in check(*(sections[name] for name in needed)):
+                report.fault(message)
 
 
 def _model(model: Model) -> Faults:
     heads, hidden = model.num_attention_heads, model.hidden_size
-    yield (
-        model.head_dim is None and hidden % heads,
-        f"hidden_size: {hidden} cannot be split over num_attention_heads = {heads};"
-        f" try hidden_size = {max(hidden // heads, 1) * heads}",
-    )
+    if model.head_dim is None and hidden % heads:
+        yield (
+            f"hidden_size: {hidden} cannot be split over num_attention_heads = {heads};"
+            f" try hidden_size = {max(hidden // heads, 1) * heads}"
+        )
     per_query = model.heads_per_query
-    yield (
-        heads % per_query,
-        f"heads_per_query: {per_query} does not divide num_attention_heads = {heads};"
-        " give a number that does",
-    )
+    if heads % per_query:
+        yield (
+            f"heads_per_query: {per_query} does not divide num_attention_heads = {heads};"
+            " give a number that does"
+        )
     queries = max(1, heads // per_query)
     kv_heads = min(model.num_key_value_heads or heads, queries)
     each = f" / heads_per_query = {queries}" if per_query > 1 else f" = {heads}"
-    yield (
-        queries % kv_heads,
-        f"num_key_value_heads: {kv_heads} do not divide num_attention_heads{each};"
-        " give a number that does",
-    )
-    rows, length = model.max_position_embeddings, model.seq_length
-    yield (
-        rows < length,
-        f"max_position_embeddings: {rows} is less than seq_length = {length};"
-        f" set it to {length} or more",
-    )
-    yield (
-        model.layers and ATTENTION not in model.layers,
-        "layers: no layer has attention, which the encoding is for; add attention to the pattern",
-    )
-    for key in OF_STATES:
+    if queries % kv_heads:
         yield (
-            getattr(model, key) and set(model.layers) <= {ATTENTION},
-            f"{key}: belongs to gated_delta and kda; set layers, or drop this",
+            f"num_key_value_heads: {kv_heads} do not divide num_attention_heads{each};"
+            " give a number that does"
         )
+    rows, length = model.max_position_embeddings, model.seq_length
+    if rows < length:
+        yield (
+            f"max_position_embeddings: {rows} is less than seq_length = {length};"
+            f" set it to {length} or more"
+        )
+    if model.layers and ATTENTION not in model.layers:
+        yield (
+            "layers: no layer has attention, which the encoding is for;"
+            " add attention to the pattern"
+        )
+    for key in OF_STATES:
+        if getattr(model, key) and set(model.layers) <= {ATTENTION}:
+            yield f"{key}: belongs to gated_delta and kda; set layers, or drop this"
     key_heads = model.linear_num_key_heads or heads
     value_heads = model.linear_num_value_heads or key_heads
-    yield (
-        value_heads % key_heads,
-        f"linear_num_value_heads: {value_heads} is no multiple of the {key_heads} heads of keys;"
-        " give a number that is, or linear_num_key_heads",
-    )
+    if value_heads % key_heads:
+        yield (
+            f"linear_num_value_heads: {value_heads} is no multiple of the {key_heads} heads of"
+            " keys; give a number that is, or linear_num_key_heads"
+        )
 
 
 def _encoding(model: Model, position: Position, attention: Attention, parallel: Parallel) -> Faults:
     """Build the encoding, which alone knows its options and what it can do."""
     default = type(position).model_fields["pos_emb"].default
     other = "pos_emb" if position.pos_emb != default else "pos_emb_args"
-    given = position.pos_emb != default or position.pos_emb_args
-    yield position.pos_emb_layers and given, contradiction(other, "pos_emb_layers")
+    if position.pos_emb_layers and (position.pos_emb != default or position.pos_emb_args):
+        yield contradiction(other, "pos_emb_layers")
     attending = attention_count(model)
     patterns = {
         "layers": (model.layers, model.num_layers),
@@ -122,30 +118,29 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
         "window_layers": (attention.window_layers, attending),
     }
     for key, (pattern, layers) in patterns.items():
-        yield (
-            len(pattern) > layers,
-            f"{key}: {len(pattern)} entries are too many for {layers} layer(s); leave entries out",
-        )
+        if len(pattern) > layers:
+            yield (
+                f"{key}: {len(pattern)} entries are too many for {layers} layer(s);"
+                " leave entries out"
+            )
     conflicts = {
         "reset_attention_mask: true": attention.reset_attention_mask,
         "context_parallel_size": parallel.context_parallel_size > 1,
         "model_parallel_size": parallel.model_parallel_size > 1,
     }
     for key, is_set in conflicts.items():
+        if is_set and set(model.layers) > {ATTENTION}:
+            yield (
+                "layers: gated_delta and kda carry a state through the whole text, which is not"
+                f" cut; drop {key}, or layers"
+            )
+    if attention.window_layers and attention.window is not None:
+        yield contradiction("window", "window_layers")
+    if attention.reset_position_ids and not attention.reset_attention_mask:
         yield (
-            is_set and set(model.layers) > {ATTENTION},
-            "layers: gated_delta and kda carry a state through the whole text, which is not cut;"
-            f" drop {key}, or layers",
+            "reset_position_ids: needs reset_attention_mask: true, because the distance to a token"
+            " of another document would mean nothing; set both, or neither"
         )
-    yield (
-        attention.window_layers and attention.window is not None,
-        contradiction("window", "window_layers"),
-    )
-    yield (
-        attention.reset_position_ids and not attention.reset_attention_mask,
-        "reset_position_ids: needs reset_attention_mask: true, because the distance to a token"
-        " of another document would mean nothing; set both, or neither",
-    )
     heads, hidden = model.num_attention_heads, model.hidden_size
     try:
         entries = entries_of(position)
@@ -180,50 +175,47 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
             if parallel.model_parallel_size > 1:
                 encoding.check_shares()
     except UserError as fault:
-        yield True, str(fault)
+        yield str(fault)
     except RuntimeError as fault:  # a tensor that no memory holds
         reason = str(fault).splitlines()[0]
-        yield True, f"pos_emb: {name_of_layers(position)} cannot be built: {reason}"
+        yield f"pos_emb: {name_of_layers(position)} cannot be built: {reason}"
 
 
 def _training(model: Model, data: Data, training: Training, parallel: Parallel) -> Faults:
     whole = training.train_batch_size or 0
     part = training.train_micro_batch_size_per_gpu * training.gradient_accumulation_steps
-    yield (
-        whole % part,
-        f"train_batch_size: {whole} is not a multiple of train_micro_batch_size_per_gpu *"
-        f" gradient_accumulation_steps = {part}; give one",
-    )
-    yield (
-        training.torch_compile and parallel.zero_stage == 3,
-        "torch_compile: compiles again for every hook of ZeRO stage 3 until it gives up;"
-        " use stage 2, or set false",
-    )
+    if whole % part:
+        yield (
+            f"train_batch_size: {whole} is not a multiple of train_micro_batch_size_per_gpu *"
+            f" gradient_accumulation_steps = {part}; give one"
+        )
+    if training.torch_compile and parallel.zero_stage == 3:
+        yield (
+            "torch_compile: compiles again for every hook of ZeRO stage 3 until it gives up;"
+            " use stage 2, or set false"
+        )
     key, before = "seq_length_schedule", 0
     for length, last in training.seq_length_schedule:
-        yield (
-            model.seq_length % length,
-            f"{key}: {length} does not divide seq_length = {model.seq_length}, whose windows are"
-            " cut into equal ones; give a length that does",
-        )
-        yield (
-            last <= before,
-            f"{key}: a stage until step {last} stands after one until {before}; give rising steps",
-        )
+        if model.seq_length % length:
+            yield (
+                f"{key}: {length} does not divide seq_length = {model.seq_length}, whose windows"
+                " are cut into equal ones; give a length that does"
+            )
+        if last <= before:
+            yield (
+                f"{key}: a stage until step {last} stands after one until {before}; give"
+                " rising steps"
+            )
         before = last
-    yield (
-        0 < training.train_iters <= before,
-        f"{key}: lasts until step {before} of train_iters = {training.train_iters}, so no step has"
-        " seq_length; end it earlier",
-    )
-    yield (
-        before and (data.data_path or "").startswith(TASK_PREFIX),
-        f"{key}: cuts windows, and a window of a task is one problem; drop it",
-    )
-    yield (
-        before and training.torch_compile,
-        f"{key}: torch_compile compiles for one length; drop one of them",
-    )
+    if 0 < training.train_iters <= before:
+        yield (
+            f"{key}: lasts until step {before} of train_iters = {training.train_iters}, so no"
+            " step has seq_length; end it earlier"
+        )
+    if before and (data.data_path or "").startswith(TASK_PREFIX):
+        yield f"{key}: cuts windows, and a window of a task is one problem; drop it"
+    if before and training.torch_compile:
+        yield f"{key}: torch_compile compiles for one length; drop one of them"
 
 
 def _sharing(model: Model, data: Data, training: Training, parallel: Parallel) -> Faults:
@@ -233,168 +225,149 @@ def _sharing(model: Model, data: Data, training: Training, parallel: Parallel) -
     lengths = [("seq_length", model.seq_length), ("seq_length_val", data.seq_length_val)]
     lengths += [("seq_length_schedule", length) for length, _ in training.seq_length_schedule]
     for key, length in lengths:
+        if length % size:
+            yield (
+                f"context_parallel_size: {size} ranks cannot share {key} = {length} equally; take a"
+                " length that it divides"
+            )
+    if parallel.cp_comm_type == "a2a" and heads % size:
         yield (
-            length % size,
-            f"context_parallel_size: {size} ranks cannot share {key} = {length} equally; take a"
-            " length that it divides",
+            f"context_parallel_size: {size} ranks cannot share num_attention_heads = {heads}"
+            " equally; set cp_comm_type: all_gather, which shares no heads"
         )
-    yield (
-        parallel.cp_comm_type == "a2a" and heads % size,
-        f"context_parallel_size: {size} ranks cannot share num_attention_heads = {heads} equally;"
-        " set cp_comm_type: all_gather, which shares no heads",
-    )
-    yield (
-        (size > 1 or is_cut) and training.torch_compile,
-        "torch_compile: compiles no exchange between the ranks of context_parallel_size or"
-        " model_parallel_size; set it to false",
-    )
-    yield (
-        size > 1 and is_cut,
-        f"context_parallel_size: {size} ranks that share a text do not share layers too; set it or"
-        " model_parallel_size to 1",
-    )
+    if (size > 1 or is_cut) and training.torch_compile:
+        yield (
+            "torch_compile: compiles no exchange between the ranks of context_parallel_size or"
+            " model_parallel_size; set it to false"
+        )
+    if size > 1 and is_cut:
+        yield (
+            f"context_parallel_size: {size} ranks that share a text do not share layers too; set"
+            " it or model_parallel_size to 1"
+        )
 
 
 def _checkpoint(checkpoint: Checkpoint) -> Faults:
-    yield (
-        checkpoint.checkpoint_scale == "log" and checkpoint.save_interval < 2,
-        f"checkpoint_scale: log saves at the powers of save_interval = {checkpoint.save_interval};"
-        " set save_interval to 2 or more",
-    )
-    yield (
-        checkpoint.override_lr_scheduler and checkpoint.use_checkpoint_lr_scheduler,
-        "override_lr_scheduler: takes the schedule of this configuration, and"
-        " use_checkpoint_lr_scheduler that of the checkpoint; keep one of them",
-    )
+    if checkpoint.checkpoint_scale == "log" and checkpoint.save_interval < 2:
+        yield (
+            "checkpoint_scale: log saves at the powers of save_interval ="
+            f" {checkpoint.save_interval}; set save_interval to 2 or more"
+        )
+    if checkpoint.override_lr_scheduler and checkpoint.use_checkpoint_lr_scheduler:
+        yield (
+            "override_lr_scheduler: takes the schedule of this configuration, and"
+            " use_checkpoint_lr_scheduler that of the checkpoint; keep one of them"
+        )
 
 
 def _optimizer(optimizer: Optimizer, precision: Precision, parallel: Parallel) -> Faults:
     choice = optimizer.optimizer
     is_muon = choice.type == "Muon"
     is_cut = precision.dtype != "fp32" or parallel.zero_stage > 0
-    yield (
-        is_muon and is_cut,
-        "optimizer.type: Muon turns whole matrices, and ZeRO, with which bf16 and fp16 run, cuts"
-        " them; set zero_optimization.stage: 0 and precision: fp32, or type: Adam",
-    )
-    yield (
-        not is_muon and choice.params.momentum != type(choice.params)().momentum,
-        f"optimizer.params.momentum: is Muon's, and optimizer.type is {choice.type}; drop it, or"
-        " give betas",
-    )
-    yield (
-        optimizer.min_lr > optimizer.lr,
-        f"min_lr: {optimizer.min_lr:g} is more than optimizer.params.lr = {optimizer.lr:g};"
-        " lower it",
-    )
-    is_wsd = optimizer.lr_decay_style == "wsd"
-    yield (
-        is_wsd and optimizer.lr_schedule != "standard",
-        "lr_decay_style: wsd is none of lr_schedule: neox-2022; set lr_schedule: standard",
-    )
-    for key in ("lr_wsd_decay_iters", "lr_wsd_decay_style"):
+    if is_muon and is_cut:
         yield (
-            not is_wsd and getattr(optimizer, key) != type(optimizer).model_fields[key].default,
-            f"{key}: belongs to lr_decay_style: wsd; set that, or drop this",
+            "optimizer.type: Muon turns whole matrices, and ZeRO, with which bf16 and fp16 run,"
+            " cuts them; set zero_optimization.stage: 0 and precision: fp32, or type: Adam"
         )
+    if not is_muon and choice.params.momentum != type(choice.params)().momentum:
+        yield (
+            f"optimizer.params.momentum: is Muon's, and optimizer.type is {choice.type}; drop"
+            " it, or give betas"
+        )
+    if optimizer.min_lr > optimizer.lr:
+        yield (
+            f"min_lr: {optimizer.min_lr:g} is more than optimizer.params.lr = {optimizer.lr:g};"
+            " lower it"
+        )
+    is_wsd = optimizer.lr_decay_style == "wsd"
+    if is_wsd and optimizer.lr_schedule != "standard":
+        yield "lr_decay_style: wsd is none of lr_schedule: neox-2022; set lr_schedule: standard"
+    for key in ("lr_wsd_decay_iters", "lr_wsd_decay_style"):
+        if not is_wsd and getattr(optimizer, key) != type(optimizer).model_fields[key].default:
+            yield f"{key}: belongs to lr_decay_style: wsd; set that, or drop this"
     steps, decay = optimizer.lr_decay_iters, optimizer.lr_wsd_decay_iters
-    yield (
-        is_wsd and steps and decay + optimizer.warmup * steps > steps,
-        f"lr_wsd_decay_iters: {decay} steps of decay and the warm-up are more than lr_decay_iters ="
-        f" {steps}; lower one of them",
-    )
+    if is_wsd and steps and decay + optimizer.warmup * steps > steps:
+        yield (
+            f"lr_wsd_decay_iters: {decay} steps of decay and the warm-up are more than"
+            f" lr_decay_iters = {steps}; lower one of them"
+        )
 
 
 def _data(data: Data, training: Training) -> Faults:
     path, named = data.data_path, [key for key in CORPORA if getattr(data, key)]
-    yield (
-        "," in (path or ""),
-        f"data_path: {path!r} names several files; give one prefix, or a blend of whole corpora"
-        f" as train_data_paths: [{path}]",
-    )
-    yield (
-        data.task_args and not (path or "").startswith(TASK_PREFIX),
-        "task_args: belong to a task; give data_path=task:NAME beside them",
-    )
-    yield (
-        path and named,
-        f"data_path: {path} beside {''.join(named[:1])}; one corpus whose parts split divides is"
-        f" data_path, whole corpora for each part are {', '.join(CORPORA)}; drop one kind, such as"
-        " with data_path=null",
-    )
+    if "," in (path or ""):
+        yield (
+            f"data_path: {path!r} names several files; give one prefix, or a blend of whole corpora"
+            f" as train_data_paths: [{path}]"
+        )
+    if data.task_args and not (path or "").startswith(TASK_PREFIX):
+        yield "task_args: belong to a task; give data_path=task:NAME beside them"
+    if path and named:
+        yield (
+            f"data_path: {path} beside {''.join(named[:1])}; one corpus whose parts split"
+            f" divides is data_path, whole corpora for each part are {', '.join(CORPORA)}; drop"
+            " one kind, such as with data_path=null"
+        )
     for part in PARTS:
         key = f"{part}_data_weights"
         weights, paths = getattr(data, key), getattr(data, f"{part}_data_paths")
-        yield (
-            weights and len(weights) != len(paths),
-            f"{key}: {len(weights)} weights for the {len(paths)} corpora of"
-            f" {part}_data_paths; give one for each",
-        )
-        yield (
-            data.weight_by_num_documents and weights,
-            contradiction("weight_by_num_documents", key),
-        )
-    yield (
-        data.weight_by_num_documents and not data.train_data_paths,
-        "weight_by_num_documents: weighs the corpora of train_data_paths; give them",
-    )
+        if weights and len(weights) != len(paths):
+            yield (
+                f"{key}: {len(weights)} weights for the {len(paths)} corpora of"
+                f" {part}_data_paths; give one for each"
+            )
+        if data.weight_by_num_documents and weights:
+            yield contradiction("weight_by_num_documents", key)
+    if data.weight_by_num_documents and not data.train_data_paths:
+        yield "weight_by_num_documents: weighs the corpora of train_data_paths; give them"
     # train_epochs passes over every window as often, so there is nothing to weigh.
     for key in ("train_data_weights", "weight_by_num_documents"):
-        yield (
-            training.train_epochs and getattr(data, key),
-            f"{key}: cannot be combined with train_epochs; set train_iters",
-        )
+        if training.train_epochs and getattr(data, key):
+            yield f"{key}: cannot be combined with train_epochs; set train_iters"
     trained = {place_of(prefix) for prefix in data.train_data_paths}
     for key in ("data_path", *CORPORA):
         places = set()
         for prefix in as_list(getattr(data, key)):
             place = place_of(prefix)
-            yield (
-                prefix.endswith((".bin", ".idx")),
-                f"{key}: {prefix} is a file; give the prefix {prefix[:-4]}",
-            )
-            yield (
-                place in places,
-                f"{key}: {prefix} stands there twice; give it once, with a larger weight",
-            )
-            yield (
-                key in CORPORA[1:] and place in trained,
-                f"{key}: {prefix} is trained on too (train_data_paths), so a loss there says"
-                " nothing of new text; prepare text that is held out",
-            )
+            if prefix.endswith((".bin", ".idx")):
+                yield f"{key}: {prefix} is a file; give the prefix {prefix[:-4]}"
+            if place in places:
+                yield f"{key}: {prefix} stands there twice; give it once, with a larger weight"
+            if key in CORPORA[1:] and place in trained:
+                yield (
+                    f"{key}: {prefix} is trained on too (train_data_paths), so a loss there says"
+                    " nothing of new text; prepare text that is held out"
+                )
             places.add(place)
     try:
         parse_split(data.split)
     except UserError as fault:
-        yield True, str(fault)
+        yield str(fault)
 
 
 def _launch(launch: Launch) -> Faults:
     counted = launch.num_gpus or launch.num_nodes
     kinds = [bool(kind) for kind in (launch.include, launch.exclude, counted)]
-    yield (
-        sum(kinds) > 1,
-        contradiction("include", "exclude", "num_gpus or num_nodes"),
-    )
+    if sum(kinds) > 1:
+        yield contradiction("include", "exclude", "num_gpus or num_nodes")
     machines = launch.num_nodes or 1
-    yield (
-        machines > 1 and not launch.hostfile,
-        f"num_nodes: {machines} machines need a hostfile with lines `host slots=8`; set hostfile",
-    )
+    if machines > 1 and not launch.hostfile:
+        yield (
+            f"num_nodes: {machines} machines need a hostfile with lines `host slots=8`; set"
+            " hostfile"
+        )
 
 
 def _logging(logging: Logging) -> Faults:
     address = urlsplit(logging.wandb_host or "")
-    yield (  # without the value: a message goes into logs
-        address.username is not None or address.password is not None,
-        "wandb_host: holds a name or password, which every checkpoint would keep;"
-        " write the address alone, and give the key in WANDB_API_KEY",
-    )
+    if address.username is not None or address.password is not None:
+        yield (
+            "wandb_host: holds a name or password, which every checkpoint would keep;"
+            " write the address alone, and give the key in WANDB_API_KEY"
+        )
     first, last = logging.profile_step_start, logging.profile_step_stop
-    yield (
-        (logging.profile or logging.memory_profiling) and first > last,
-        f"profile_step_stop: {last} is before profile_step_start = {first}; raise it",
-    )
+    if (logging.profile or logging.memory_profiling) and first > last:
+        yield f"profile_step_stop: {last} is before profile_step_start = {first}; raise it"
 
 
 CHECKS: tuple[Callable[..., Faults], ...] = (
@@ -411,20 +384,18 @@ CHECKS: tuple[Callable[..., Faults], ...] = (
 """Each takes the sections that its parameters name."""
 
 
-def zero_that_runs(
-    precision: Precision, parallel: Parallel, merged: Mapping[str, Any], report: Report
-) -> Parallel:
-    """The section `parallel` as it runs: bf16 and fp16 need at least ZeRO stage 1.
+def zero_that_runs(sections: dict[str, Any], merged: Mapping[str, Any], report: Report) -> None:
+    """Set the stage as it runs: bf16 and fp16 need at least ZeRO stage 1.
 
-    merged: the given keys; a note says if a given stage is not the one that runs.
+    merged: the keys that are set; a note says if a stage among them is not the one that runs.
     """
-    zero = parallel.zero_optimization
-    if zero.stage > 0 or precision.dtype == "fp32":
-        return parallel
+    parallel, dtype = sections["parallel"], sections["precision"].dtype
+    if parallel.zero_stage > 0 or dtype == "fp32":
+        return
     if "stage" in merged.get("zero_optimization", {}):
         report.note(
-            f"zero_optimization.stage: 0 runs as 1 with {precision.dtype}: from there on DeepSpeed"
+            f"zero_optimization.stage: 0 runs as 1 with {dtype}: from there on DeepSpeed"
             " has float32 gradients for bf16 and hands out its float32 master weights"
         )
-    stage_1 = zero.model_copy(update={"stage": 1})
-    return parallel.model_copy(update={"zero_optimization": stage_1})
+    stage_1 = parallel.zero_optimization.model_copy(update={"stage": 1})
+    sections["parallel"] = parallel.model_copy(update={"zero_optimization": stage_1})

@@ -35,52 +35,52 @@ SWITCHES = ("bf16.enabled", "bf16.type", "fp16.enabled", "fp16.type")
 """Keys that choose a precision inside a mapping."""
 
 
-def _pop(given: dict[str, Any], key: str) -> Any:
-    """Take away a key, with dots for one inside a mapping; ABSENT if it is not given."""
+def _pop(settings: dict[str, Any], key: str) -> Any:
+    """Take away a key, with dots for one inside a mapping; ABSENT if it is not set."""
     *parents, name = key.split(".")
     for parent in parents:
-        given = given.get(parent, {})
-        if not isinstance(given, dict):
+        settings = settings.get(parent, {})
+        if not isinstance(settings, dict):
             return ABSENT
-    return given.pop(name, ABSENT)
+    return settings.pop(name, ABSENT)
 
 
 def translate(source: Mapping[str, Any], report: Report) -> dict[str, Any]:
     """One source in today's spelling, so that a later source wins whatever the spelling."""
-    given = deepcopy(dict(source))
+    settings = deepcopy(dict(source))
     for old, new in RENAMED.items():
-        value = _pop(given, old)
-        if value is not ABSENT and given.setdefault(new, value) != value:
-            report.fault(contradiction(f"{new}: {given[new]}", f"{old}: {value}"))
+        value = _pop(settings, old)
+        if value is not ABSENT and settings.setdefault(new, value) != value:
+            report.fault(contradiction(f"{new}: {settings[new]}", f"{old}: {value}"))
     for key, spellings in VALUES.items():
-        value = given.get(key)
+        value = settings.get(key)
         if isinstance(value, str) and value in spellings:
-            given[key] = spellings[value]
+            settings[key] = spellings[value]
             if value in SPELLINGS["notes"]:
-                report.note(f"{key}: {value} means {given[key]}; {SPELLINGS['notes'][value]}")
+                report.note(f"{key}: {value} means {settings[key]}; {SPELLINGS['notes'][value]}")
     for key, why in (NO_EFFECT | OFF).items():
-        value = _pop(given, key)
+        value = _pop(settings, key)
         if value is not ABSENT and value and key in OFF:
             report.fault(f"{key}: {why}; set it to false or drop it")
         elif value is not ABSENT:
             report.no_effect(key, "it is off" if key in OFF else why)
-    _precision(given, report)
+    _precision(settings, report)
 
     # One corpus for training, validation and test, as in the files of Pythia.
-    paths = [given.get(key) for key in CORPORA]
+    paths = [settings.get(key) for key in CORPORA]
     corpora = {str(path) for value in paths for path in as_list(value)}
     if None not in paths and len(corpora) == 1:
         for key in CORPORA:
-            given.pop(key)
-            given.pop(key.replace("paths", "weights"), None)
-        given["data_path"] = corpora.pop()
+            settings.pop(key)
+            settings.pop(key.replace("paths", "weights"), None)
+        settings["data_path"] = corpora.pop()
         report.note(
             f"{', '.join(CORPORA)}: mean data_path, whose parts split divides; GPT-NeoX would"
             " validate on the text of the training"
         )
 
-    if "attention_config" in given:
-        value = given.pop("attention_config")
+    if "attention_config" in settings:
+        value = settings.pop("attention_config")
         kinds = set(re.findall(r"\w*[a-z]\w*", str(value)))
         if kinds and kinds <= FULL_ATTENTION:
             report.no_effect("attention_config", "global and flash are full attention")
@@ -90,32 +90,32 @@ def translate(source: Mapping[str, Any], report: Report) -> dict[str, Any]:
                 " key; for windows of layers write window_layers: [256, null]"
             )
 
-    name = given.get("pos_emb")
+    name = settings.get("pos_emb")
     published = SPELLINGS["encodings"]
     if isinstance(name, str) and (name in published or name in ALIASES):
         meaning = published.get(name) or {ALIASES[name]: {}}
         [(encoding, options)] = meaning.items()
-        given["pos_emb"] = encoding
-        args = given.get("pos_emb_args", {})
+        settings["pos_emb"] = encoding
+        args = settings.get("pos_emb_args", {})
         note = f"pos_emb: {name} means {encoding}"
         if options:
             note += f" with {_listed(options)}"
             if isinstance(args, dict):
-                given["pos_emb_args"] = options | dict(args)
+                settings["pos_emb_args"] = options | dict(args)
         hidden = SPELLINGS["notes"].get(name)
         report.note(f"{note}; {hidden}" if hidden else note)
-    return given
+    return settings
 
 
-def _precision(given: dict[str, Any], report: Report) -> None:
+def _precision(settings: dict[str, Any], report: Report) -> None:
     """All older ways to choose a precision become `precision`; `fp16` keeps the loss scaling."""
     chosen = {}  # precision by the setting that chooses it
     off = ""
-    if isinstance(given.get("precision"), str):
-        word = given.pop("precision")
+    if isinstance(settings.get("precision"), str):
+        word = settings.pop("precision")
         chosen[f"precision: {word}"] = word
     for key in ("bf16", "fp16"):
-        switch = given.pop(key, {})
+        switch = settings.pop(key, {})
         if isinstance(switch, bool):
             switch = {"enabled": switch}
         if not isinstance(switch, dict):
@@ -126,7 +126,7 @@ def _precision(given: dict[str, Any], report: Report) -> None:
         enabled = switch.pop("enabled", older)
         meaning = VALUES["precision"].get(kind, kind) or key
         if switch and key == "fp16":
-            given[key] = switch
+            settings[key] = switch
         elif switch:
             for unread in switch:
                 report.fault(no_such_key(f"{key}.{unread}", SWITCHES))
@@ -137,15 +137,15 @@ def _precision(given: dict[str, Any], report: Report) -> None:
             chosen[f"{key}: {meaning}"] = meaning
         elif enabled is False:
             off = key
-    different = set(chosen.values())
-    if len(different) > 1:
+    words = set(chosen.values())
+    if len(words) > 1:
         report.fault(f"precision: {contradiction(*chosen)}")
-    elif different:
-        given["precision"] = different.pop()
+    elif words:
+        settings["precision"] = words.pop()
         if "fp16: bf16" in chosen:
             report.note("fp16.type: bfloat16 means precision: bf16, as in GPT-NeoX of 2022")
     elif off:
-        given["precision"] = "fp32"
+        settings["precision"] = "fp32"
         report.note(f"{off}.enabled: false means precision: fp32")
 
 
@@ -189,8 +189,8 @@ def fold(merged: dict[str, Any], options: set[str], report: Report) -> None:
     multiple, width = merged.pop("mlp_multiple_of", None), merged.get("intermediate_size")
     if isinstance(multiple, int) and isinstance(width, int) and merged.get("activation") in GATED:
         # A gate is a second matrix of that width, and both have two thirds of the numbers.
-        of_each = int(width * 2 / 3) // 2
-        merged["intermediate_size"] = -(-of_each // multiple) * multiple
+        half = int(width * 2 / 3) // 2
+        merged["intermediate_size"] = -(-half // multiple) * multiple
         report.note(
             f"intermediate_size: {width} with mlp_multiple_of: {multiple} means"
             f" {merged['intermediate_size']}, which GPT-NeoX makes of it where there is a gate"

@@ -26,7 +26,7 @@ from megatron.config.messages import (
     lines,
     no_such_key,
 )
-from megatron.config.schema import KEYS, PATHS, SECTIONS, Position, Section, all_keys, default_of
+from megatron.config.schema import KEYS, PATHS, SECTIONS, Position, all_keys, default_of
 from megatron.config.yaml_files import Nested, find_file, merge, read_file, read_overrides
 from megatron.errors import UserError, control_fault
 from megatron.files import expanded, read_small
@@ -66,23 +66,22 @@ def load(
     if overrides:
         sources.append((COMMAND_LINE, read_overrides(overrides, report.fault)))
     names = tuple(name for name, _ in sources)
-    for _, given in sources:
-        for key in PATHS & given.keys():
+    for _, settings in sources:
+        for key in PATHS & settings.keys():
             try:
-                given[key] = expanded_all(given[key])
+                settings[key] = expanded_all(settings[key])
             except UserError as fault:
                 report.fault(f"{key}: {fault}")
 
-    # First of all: what the user's file registers may be what pos_emb names.
     code = None
-    try:
+    try:  # first of all: what the user's file registers may be what pos_emb names
         code = _run_user_file(sources)
     except UserError as fault:
         report.fault(str(fault))
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for name, given in sources:
-        later = translate(given, report)
+    for name, settings in sources:
+        later = translate(settings, report)
         encoding = merged.get("pos_emb")
         changed = later.get("pos_emb", encoding) != encoding
         if encoding is not None and changed and merged.pop("pos_emb_args", None):
@@ -90,18 +89,18 @@ def load(
                 f"pos_emb_args of {encoding} are dropped, because a later source sets pos_emb:"
                 f" {later['pos_emb']}"
             )
-        for key, others in INSTEAD.items():
+        for key, replaced in INSTEAD.items():
             winner, losers = "", ()
             if later.get(key):
-                winner, losers = key, others
-            elif others[0] in later and key not in later:
-                winner, losers = others[0], (key,)
+                winner, losers = key, replaced
+            elif replaced[0] in later and key not in later:
+                winner, losers = replaced[0], (key,)
             dropped = [loser for loser in losers if merged.pop(loser, None)]
             if dropped:
                 report.note(f"{', '.join(dropped)}: dropped, because a later source sets {winner}")
         merged = merge(merged, Nested(later))
         origins |= {AFTER_MERGE.get(key, key): name for key in _settings(later)}
-    complete_recipe([given for _, given in sources], merged, report)
+    complete_recipe([settings for _, settings in sources], merged, report)
     encoding = merged.setdefault("pos_emb", Position.model_fields["pos_emb"].default)
     is_registered = isinstance(encoding, str) and encoding in REGISTRY
     fold(merged, set(options_of(encoding)) if is_registered else set(), report)
@@ -109,7 +108,9 @@ def load(
         origins.setdefault("lr_schedule", "the recipe of 2022")
     origins = {key: origins[key] for key in _settings(merged) if key in origins}
     # A file of Config.save names every key, so nobody chose these.
-    saved = {name for name, given in sources if _is_checkpoint(name) or given.keys() >= KEYS.keys()}
+    saved = {
+        name for name, settings in sources if _is_checkpoint(name) or settings.keys() >= {*KEYS}
+    }
     chosen = {key.partition(".")[0] for key, name in origins.items() if name not in saved}
 
     if merged.get("train_epochs") and {"train_iters", "train_epochs"} <= chosen:
@@ -129,14 +130,13 @@ def load(
     if report.faults:
         raise bad_configuration(names, report.faults)
 
-    typed: dict[str, Any] = dict(sections)
-    typed["parallel"] = zero_that_runs(typed["precision"], typed["parallel"], merged, report)
+    zero_that_runs(sections, merged, report)
     return Config(
-        **typed,
+        **sections,
         pos_emb_code=code,
         sources=names,
         notes=tuple(report.notes),
-        given=frozenset(chosen),
+        chosen=frozenset(chosen),
         origins=origins,
     )
 
@@ -154,7 +154,7 @@ def _read(path: str | Path, report: Report) -> Source:
     """A file with what it sets; one that cannot be read is a fault."""
     try:
         file = find_file(path)
-        given = read_file(file)
+        settings = read_file(file)
     except ValueError as fault:
         report.fault(str(fault))
         return str(path), {}
@@ -162,9 +162,9 @@ def _read(path: str | Path, report: Report) -> Source:
     # followers too, those with their leader's value are left out.
     if _is_checkpoint(str(file)):
         for key in all_keys():
-            if key.follows in given and given.get(key.name) == given[key.follows]:
-                del given[key.name]
-    return str(file), given
+            if key.follows in settings and settings.get(key.name) == settings[key.follows]:
+                del settings[key.name]
+    return str(file), settings
 
 
 def _is_checkpoint(source: str) -> bool:
@@ -178,7 +178,7 @@ def _run_user_file(sources: Sequence[Source]) -> str | None:
     None if no source names a file. Raises UserError if the file cannot be run or, for a source that
     is a checkpoint's config.yml, if the user has not had the same text run.
     """
-    naming = [(source, given[USER_FILE]) for source, given in sources if USER_FILE in given]
+    naming = [(name, settings[USER_FILE]) for name, settings in sources if USER_FILE in settings]
     if not naming:
         return None
     source, path = naming[-1]
@@ -203,10 +203,10 @@ def _run_user_file(sources: Sequence[Source]) -> str | None:
     )
 
 
-def _settings(given: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The keys that are given, by their names with dots."""
+def _settings(values: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """The keys that are set, by their names with dots."""
     names = []
-    for key, value in given.items():
+    for key, value in values.items():
         name = prefix + key
         if name in SETTINGS:
             names.append(name)
@@ -215,13 +215,12 @@ def _settings(given: Mapping[str, Any], prefix: str = "") -> list[str]:
     return names
 
 
-def _sections(merged: dict[str, Any], report: Report) -> dict[str, Section]:
+def _sections(merged: dict[str, Any], report: Report) -> dict[str, Any]:
     """The sections that have no fault in themselves; the faults of the others are reported."""
     incomplete = bool(report.faults)  # if a source could not be read, its keys are not missing
-    unknown = [key for key in merged if key not in KEYS]
-    known = [*KEYS, *(key.name for key in all_keys()), *NAMES, *SWITCHES]
-    for key in unknown[:MOST_LINES]:
-        report.fault(no_such_key(key, known))
+    names = [*KEYS, *(key.name for key in all_keys()), *NAMES, *SWITCHES]
+    for key in [key for key in merged if key not in KEYS][:MOST_LINES]:
+        report.fault(no_such_key(key, names))
     # A follower is wrong only because its leader is.
     followers = set()
     for key in all_keys():
@@ -231,11 +230,11 @@ def _sections(merged: dict[str, Any], report: Report) -> dict[str, Section]:
             followers.add(key.name)
     sections = {}
     for name, section in SECTIONS.items():
-        given = {key: merged[key] for key in section.model_fields if key in merged}
+        values = {key: merged[key] for key in section.model_fields if key in merged}
         try:
-            sections[name] = section.model_validate(given)
+            sections[name] = section.model_validate(values)
         except ValidationError as error:
-            for key, kind, line in lines(error, known):
+            for key, kind, line in lines(error, names):
                 excused = kind == "missing" and incomplete
                 if key not in followers and not excused:
                     report.fault(line)

@@ -77,44 +77,42 @@ def shortened(text: str, most: int = LONGEST_VALUE) -> str:
     return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
 
 
-def no_such_key(key: str, known: Iterable[str]) -> str:
-    """The line about a key that does not exist."""
-    names = list(known)
+def no_such_key(key: str, names: Sequence[str]) -> str:
+    """The line about a key that does not exist; names: of those that do."""
     nested = [name for name in names if name.endswith(f".{key}")]
     match = nested[0] if nested else closest(key[:LONGEST_VALUE], names)
     hint = f"did you mean {match}?" if match else "configs/README.md lists all keys"
     return f"{shortened(key)}: no such key; {hint}"
 
 
-def lines(error: ValidationError, known: Iterable[str]) -> list[tuple[str, str, str]]:
+def lines(error: ValidationError, names: Sequence[str]) -> list[tuple[str, str, str]]:
     """(key of the section, pydantic's kind of error, line) of each key with a fault.
 
     A line has the key as it is written in YAML, and all kinds of values that the key takes.
-    known: keys that exist, with dots for nested ones
+    names: keys that exist, with dots for nested ones
     """
     by_key: dict[str, list[Any]] = {}
     for detail in error.errors(include_url=False):
         # Without places in a list, and without labels of a union's branches, as literal['a'].
         parts = [part for part in detail["loc"] if isinstance(part, str) and "[" not in part]
         by_key.setdefault(".".join(parts), []).append(detail)
-    found = []
+    faults = []
     for key, details in by_key.items():
         kind, value = details[0]["type"], details[0]["input"]
         if kind == "missing":
             line = f"{key}: not given, and every model needs it"
         elif kind == "extra_forbidden":
-            line = no_such_key(key, known)
+            line = no_such_key(key, names)
         else:
             expected = {}
             for detail in details:
                 text = EXPECTED.get(detail["type"], "{}")
                 text = text.format(detail["msg"], **detail.get("ctx", {}))
                 expected[text.replace("'", "")] = None
-            written = {None: "nothing", True: "true", False: "false"}
-            is_word = value is None or isinstance(value, bool)
-            shown = written[value] if is_word else shortened(repr(value))
+            words = {"None": "nothing", "True": "true", "False": "false"}
+            shown = shortened(words.get(repr(value), repr(value)))
             line = f"{key}: must be {' or '.join(expected)}, got {shown}"
             if key in WHY:
-                line = f"{line}; {WHY[key]}"
-        found.append((key.split(".")[0], kind, line))
-    return found
+                line += f"; {WHY[key]}"
+        faults.append((key.split(".")[0], kind, line))
+    return faults

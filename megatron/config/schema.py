@@ -1,12 +1,14 @@
 """Every key of the configuration with its type, default and description, in sections."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
 
 from megatron.splits import SPLIT
 
@@ -58,32 +60,13 @@ Scale = Annotated[Float, Field(ge=0, le=1e30)]
 Small = Annotated[Float, Field(ge=1e-30, le=10)]
 Many = Annotated[Int, Field(gt=0, le=10**12)]
 BelowOne = Annotated[Float, Field(ge=0, lt=1)]
+Item = TypeVar("Item")
+Pair = Annotated[tuple[Item, ...], BeforeValidator(as_tuple), Field(min_length=2, max_length=2)]
+Pattern = Annotated[tuple[Item, ...], BeforeValidator(as_list), Field(max_length=1000)]
 # Windows of a blend are counted in one byte each by GPT-NeoX, hence its bound.
-Corpora = Annotated[
-    tuple[Annotated[str, Field(min_length=1)], ...],
-    BeforeValidator(as_list),
-    Field(max_length=254),
-]
-Weights = Annotated[
-    tuple[Annotated[Float, Field(gt=0, le=1e9)], ...],
-    BeforeValidator(as_list),
-    Field(max_length=254),
-]
-
-EncodingsOfLayers = Annotated[
-    tuple[str | dict[str, Any], ...], BeforeValidator(as_list), Field(max_length=1000)
-]
-Pair = Annotated[tuple[Positive, ...], BeforeValidator(as_tuple), Field(min_length=2, max_length=2)]
-KindsOfLayers = Annotated[
-    tuple[Literal["attention", "gated_delta", "kda"], ...],
-    BeforeValidator(as_list),
-    Field(max_length=1000),
-]
-WindowsOfLayers = Annotated[
-    tuple[Length | Literal["train_length"] | None, ...],
-    BeforeValidator(as_list),
-    Field(max_length=1000),
-]
+Blend = Annotated[tuple[Item, ...], BeforeValidator(as_list), Field(max_length=254)]
+Corpora = Blend[Annotated[str, Field(min_length=1)]]
+Weights = Blend[Annotated[Float, Field(gt=0, le=1e9)]]
 
 # What is known of a key beyond its type; see Key for the meanings.
 WITHOUT_INFLUENCE = {
@@ -176,7 +159,7 @@ class Model(Section):
     """Multiply what each head reads by the sigmoid of a projection of the layer's input (arXiv
     2505.06708): head: one number for a head; element: one for each of its features (Qwen3-Next).
     The gates are rows of the queries' projection, with its bias."""
-    layers: KindsOfLayers = ()
+    layers: Pattern[Literal["attention", "gated_delta", "kda"]] = ()
     """Kinds of layers, a repeated pattern such as `[gated_delta, gated_delta, gated_delta,
     attention]`: gated_delta is Gated DeltaNet (arXiv 2412.06464), kda Kimi Delta Attention (arXiv
     2510.26692), which have no encoding and no window; pos_emb_layers and window_layers then repeat
@@ -218,7 +201,7 @@ class Position(Section):
     """Name of the encoding; configs/pos_emb/ has one file for each."""
     pos_emb_args: dict[str, Any] = Field(default_factory=dict)
     """Options of that encoding, for example `{base: 500000}` for rotary."""
-    pos_emb_layers: EncodingsOfLayers = ()
+    pos_emb_layers: Pattern[str | dict[str, Any]] = ()
     """Instead of pos_emb, for layers with different encodings: a repeated pattern, such as
     `[rotary, rotary, rotary, none]`. An entry with options is
     `{rotary: {base: 1000000}}`."""
@@ -244,7 +227,7 @@ class Attention(Section):
     window: Length | Literal["train_length"] | None = None
     """Number of tokens that a token attends to, itself included; train_length: seq_length of the
     training (a baseline for evaluation); unset: no limit."""
-    window_layers: WindowsOfLayers = ()
+    window_layers: Pattern[Length | Literal["train_length"] | None] = ()
     """Instead of window, for layers with different windows: a repeated pattern, such as
     `[512, null]`. It counts for the hash."""
     blockwise: bool = False
@@ -329,7 +312,7 @@ class Training(Section):
     train_epochs: Positive | None = None
     """Instead of train_iters: number of passes over the training text. All passes have the same
     order. Several corpora take turns in proportion to their windows."""
-    seq_length_schedule: Annotated[tuple[Pair, ...], BeforeValidator(as_list)] = ()
+    seq_length_schedule: Annotated[tuple[Pair[Positive], ...], BeforeValidator(as_list)] = ()
     """Shorter windows at first (SkyLadder, arXiv 2503.15450): length and last step of each stage,
     such as `[[64, 200], [128, 600]]`; then seq_length. A length divides seq_length: each window is
     cut into equal ones, so tokens per step and the order of the text stay."""
@@ -370,9 +353,7 @@ class Training(Section):
 class OptimizerParams(Section):
     lr: Scale = 6e-4
     """Peak learning rate. With Muon it is of Adam's order, for all parameters."""
-    betas: Annotated[
-        tuple[BelowOne, ...], BeforeValidator(as_tuple), Field(min_length=2, max_length=2)
-    ] = (0.9, 0.999)
+    betas: Pair[BelowOne] = (0.9, 0.999)
     """Decay of Adam's two averages."""
     eps: Small = 1e-8
     """Added to Adam's denominator."""
@@ -630,20 +611,25 @@ class Launch(Section):
     """Port through which the processes connect; unset: a free one."""
 
 
-SECTIONS: dict[str, type[Section]] = {
-    "model": Model,
-    "position": Position,
-    "attention": Attention,
-    "data": Data,
-    "training": Training,
-    "optimizer": Optimizer,
-    "precision": Precision,
-    "parallel": Parallel,
-    "checkpoint": Checkpoint,
-    "evaluation": Evaluation,
-    "logging": Logging,
-    "launch": Launch,
-}
+@dataclass(frozen=True)
+class Sections:
+    """All keys, in documented order."""
+
+    model: Model
+    position: Position
+    attention: Attention
+    data: Data
+    training: Training
+    optimizer: Optimizer
+    precision: Precision
+    parallel: Parallel
+    checkpoint: Checkpoint
+    evaluation: Evaluation
+    logging: Logging
+    launch: Launch
+
+
+SECTIONS: dict[str, type[Section]] = get_type_hints(Sections)
 KEYS: dict[str, str] = {
     key: name for name, section in SECTIONS.items() for key in section.model_fields
 }
@@ -651,45 +637,38 @@ KEYS: dict[str, str] = {
 
 
 class Key(NamedTuple):
-    """One setting: its name with dots for nested ones, its section and what is known of it.
-
-    shapes_result: whether the value counts for the hash that names a trained model
-    hash_by_file_name: whether only the last part of a path counts for it
-    names_input: whether the value is the path of a file to read
-    follows: the key whose value is the default
-    """
+    """One setting: its name with dots for nested ones, and its section."""
 
     name: str
     section: str
     info: FieldInfo
-    shapes_result: bool
-    hash_by_file_name: bool
-    names_input: bool
-    follows: str | None
+
+    @property
+    def follows(self) -> str | None:
+        """The key whose value is the default."""
+        return FOLLOWS.get(self.name)
+
+    @property
+    def shapes_result(self) -> bool:
+        """Whether the value counts for the hash that names a trained model."""
+        counts = WITHOUT_INFLUENCE.isdisjoint({self.name, self.section})
+        return counts or self.name in WITH_INFLUENCE
 
 
 @cache
 def all_keys() -> tuple[Key, ...]:
     """Every setting, in documented order; `optimizer.params.lr` is one."""
-    keys: list[Key] = []
-    for name, section in SECTIONS.items():
-        keys += keys_of(name, section, "")
-    return tuple(keys)
+    return tuple(key for name, section in SECTIONS.items() for key in keys_of(name, section))
 
 
-def keys_of(place: str, section: type[Section], prefix: str) -> Iterator[Key]:
+def keys_of(place: str, section: type[Section], prefix: str = "") -> Iterator[Key]:
     """The settings of a section, or of one inside it; place: the name of the outer one."""
     for field, info in section.model_fields.items():
         name = prefix + field
-        kind = info.annotation
-        if isinstance(kind, type) and issubclass(kind, Section):
-            yield from keys_of(place, kind, f"{name}.")
-            continue
-        shapes_result = name in WITH_INFLUENCE or WITHOUT_INFLUENCE.isdisjoint({name, place})
-        by_name = name in BY_FILE_NAME
-        is_input = name in INPUTS
-        follows = FOLLOWS.get(name)
-        yield Key(name, place, info, shapes_result, by_name, is_input, follows)
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+            yield from keys_of(place, info.annotation, f"{name}.")
+        else:
+            yield Key(name, place, info)
 
 
 def default_of(info: FieldInfo) -> Any:
@@ -699,17 +678,9 @@ def default_of(info: FieldInfo) -> Any:
 
 def file_names(value: Any) -> Any:
     """The last part of a path, or of each path of a list."""
-    if isinstance(value, list):
-        return [Path(path).name for path in value]
-    return Path(value).name
+    return [Path(path).name for path in value] if isinstance(value, list) else Path(value).name
 
 
 def plain(value: Any) -> Any:
     """Sections become dictionaries and tuples lists, at every depth."""
-    if isinstance(value, Section):
-        return {key: plain(getattr(value, key)) for key in type(value).model_fields}
-    if isinstance(value, dict):
-        return {key: plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(inner) for inner in value]
-    return value
+    return to_jsonable_python(value, fallback=repr)

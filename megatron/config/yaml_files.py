@@ -62,7 +62,7 @@ def read_overrides(words: Sequence[str], add_fault: Callable[[str], None]) -> di
 
     add_fault takes a message for each word that cannot be read.
     """
-    given: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for word in words:
         match = OVERRIDE.fullmatch(word)
         if match is None:
@@ -74,18 +74,17 @@ def read_overrides(words: Sequence[str], add_fault: Callable[[str], None]) -> di
         except ValueError as fault:
             add_fault(f"{shortened(word)}: {fault}")
             continue
-        inner = given
+        inner = settings
         for part in parents:
             if not isinstance(inner.get(part), dict):
                 inner[part] = Nested()
             inner = inner[part]
-        info = None
-        if inner is given and key in KEYS:
-            info = SECTIONS[KEYS[key]].model_fields[key]
-        if info is not None and info.annotation in TEXT and isinstance(value, int | float):
+        is_known = inner is settings and key in KEYS
+        takes_text = is_known and SECTIONS[KEYS[key]].model_fields[key].annotation in TEXT
+        if takes_text and isinstance(value, int | float):
             value = match[2]  # save=1235 names a folder
         inner[key] = value
-    return given
+    return settings
 
 
 class Nested(dict):

@@ -73,7 +73,7 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
     run = loaded_run(config, options.checkpoint, options.step)
     config, model, grid = run.config, run.model, here()
     size = config.parallel.context_parallel_size
-    if grid.ranks % size == 0 or "context_parallel_size" in config.given:
+    if grid.ranks % size == 0 or "context_parallel_size" in config.chosen:
         grid = grid.sharing(size)
     elif grid.first:  # the checkpoint's training had other processes
         logger.info(

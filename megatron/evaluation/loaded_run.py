@@ -280,9 +280,9 @@ def loaded_model(config: Config | None, folder: str | Path | None, step: int | N
     config = config or trained
     values = {}
     for key in ("reset_attention_mask", "reset_position_ids"):
-        if key not in config.given:
+        if key not in config.chosen:
             values[key] = trained[key]
-    if "reset_attention_mask" in config.given and not config["reset_attention_mask"]:
+    if "reset_attention_mask" in config.chosen and not config["reset_attention_mask"]:
         values = {"reset_position_ids": False}  # which needs the mask
     attention = config.attention.model_copy(update=values)
     config = replace(config, attention=attention)

@@ -53,7 +53,7 @@ def open_text(config: Config) -> tuple[dict[str, Part], dict[str, Any]]:
             )
         described = tokens.meta["tokenizer"]
         writer = described.get("type", data.tokenizer_type)
-        if "tokenizer_type" in config.given and not same_kind(data.tokenizer_type, writer):
+        if "tokenizer_type" in config.chosen and not same_kind(data.tokenizer_type, writer):
             raise UserError(
                 f"tokenizer_type: {data.tokenizer_type} is not what {tokens.prefix} was written"
                 f" by, {writer} - leave tokenizer_type out, or give the data that it wrote"
@@ -126,7 +126,7 @@ def with_epochs(config: Config, part: Part, ranks: int) -> Config:
         f"train_epochs: {epochs} of {windows:,} windows are {steps:,} steps of {per_step} windows"
     )
     follows = optimizer.lr_decay_iters == training.train_iters
-    if follows and "lr_decay_iters" not in config.given:
+    if follows and "lr_decay_iters" not in config.chosen:
         optimizer = optimizer.model_copy(update={"lr_decay_iters": steps})
     training = training.model_copy(update={"train_iters": steps})
     return replace(config, training=training, optimizer=optimizer)

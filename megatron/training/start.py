@@ -272,7 +272,7 @@ def with_schedule(config: Config, start: Start) -> Config:
     if start.step >= steps:
         return config
     now, then = optimizer.lr_decay_iters, there.lr_decay_iters
-    is_meant = "lr_decay_iters" in config.given or config.checkpoint.override_lr_scheduler
+    is_meant = "lr_decay_iters" in config.chosen or config.checkpoint.override_lr_scheduler
     # A decay branches from the stable part, or that becomes longer: the rate makes no jump.
     of_wsd = [one.lr_decay_style == "wsd" for one in (optimizer, there)]
     stable = [one.lr_decay_iters - one.lr_wsd_decay_iters for one in (optimizer, there)]

@@ -299,7 +299,7 @@ def test_a_saved_configuration_comes_back_exactly(tmp_path):
     again = load([tmp_path / "config.yml"])
     assert (again, again.hash, again.flat()) == (config, config.hash, config.flat())
     assert again.notes == ()
-    assert not again.given  # nobody chose these
+    assert not again.chosen  # nobody chose these
 
 
 def test_what_follows_a_key_of_a_checkpoint_follows_it_still(tmp_path):

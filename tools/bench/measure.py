@@ -1,9 +1,8 @@
 """What the benchmarks share: rounds in turn, peak memory, conditions, and results on disk."""
 
 import argparse
-import contextlib
+import ctypes
 import json
-import math
 import os
 import platform
 import re
@@ -11,9 +10,7 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,34 +23,37 @@ from megatron.files import check_output, write_output
 from megatron.parallel.threads import flush_denormals
 
 ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32  # of steps and products
 SHORTEST = 20  # milliseconds that one measurement lasts at least, by repeating the call
 RECORD = b'{"conditions": "`python '  # mark of the output
+HEADER = """\
+|  | ms | time (quartiles) | peak MiB | tokens/s | MFU % |
+| --- | ---: | ---: | ---: | ---: | ---: |
+"""
 Call = Callable[[], Any]
 Row = dict[str, Any]
 
 
 class Candidate(NamedTuple):
-    """What is timed: make(length) gives the call; facts begin its row.
+    """What is timed: make() gives the call, on `tokens` in all.
 
-    `make` goes to another process: it is a function of a module, or a partial of one.
+    flops: operations of the call; 0 if they are not counted
     """
 
     name: str
-    make: Callable[[int], Call]
-    length: int
-    facts: Row
+    make: Callable[[], Call]
+    tokens: int
+    flops: int = 0
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
     """The options that the benchmarks share."""
     parser = command_parser(description)
     add = parser.add_argument
-    devices = ["cuda", "cpu"] if ON_GPU else ["cpu"]
-    add("--device", default=devices[0], choices=devices)
     threads = "on the CPU; 1 gives the least noise"
     add("--threads", type=positive, default=torch.get_num_threads(), metavar="N", help=threads)
     add("--rounds", type=positive, default=9, metavar="N", help="each runs every candidate once")
-    add("--no-memory", action="store_true", help="do not measure peak memory")
     add("--output", type=Path, metavar="FILE.json", help="conditions and every time")
     return parser
 
@@ -65,88 +65,95 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def start(options: argparse.Namespace) -> None:
-    """Before the first measurement."""
+def run(groups: Iterable[tuple[str, Sequence[Candidate]]], options: argparse.Namespace) -> int:
+    """Measure titled groups; each is printed and written when it ends. 1 if something cannot run.
+
+    Ratios are to the group's first candidate in the same round, MFU to the measured speed of matrix
+    products.
+    """
     if options.output:
         check_output(options.output, RECORD)
     flush_denormals()
     torch.set_num_threads(options.threads)
+    print(conditions())
+    size = 4096 if ON_GPU else 1024
+    a, b = torch.randn(2, size, size, device=DEVICE).to(DTYPE)
+    fastest_ms = min(milliseconds(lambda: a @ b, 3) for _ in range(6))
+    rows = []
+    for title, candidates in groups:
+        measured = measure(title, candidates, options.rounds)
+        rows += measured
+        if options.output:
+            record = {"conditions": conditions(), "rows": rows}
+            write_output(options.output, f"{json.dumps(record)}\n".encode(), RECORD)
+        lines = [line_of(row, 2 * size**3 / fastest_ms) for row in measured]
+        print(f"#### {title}\n\n{HEADER}{''.join(lines)}", flush=True)
+    return int(any(row["reason"] for row in rows))
 
 
-def measure(candidates: Sequence[Candidate], options: argparse.Namespace) -> list[Row]:
-    """Measure candidates against the first of them in the same round: a row each.
+def measure(title: str, candidates: Sequence[Candidate], rounds: int) -> list[Row]:
+    """A row for each candidate.
 
     A round runs everything that can run, beginning with another candidate each time.
     """
     rows, running = [], deque()
-    for candidate in candidates:
-        row = {"candidate": candidate.name, "length": candidate.length, **candidate.facts}
+    for name, make, tokens, flops in candidates:
+        row = {"group": title, "candidate": name, "tokens": tokens, "flops": flops}
         row |= {"reason": None, "ms": [], "ratios": [], "peak_bytes": None}
         rows.append(row)
-        print(f"{candidate.name}, {candidate.length}", file=sys.stderr, flush=True)
+        print(name, file=sys.stderr, flush=True)
         try:
-            call = candidate.make(candidate.length)
+            call = make()
             call()
         except Exception as fault:
             row["reason"] = repr(fault)
             continue
-        repeats = 1 + int(SHORTEST / max(milliseconds(call, 1, options.device), 0.2))
+        repeats = 1 + int(SHORTEST / max(milliseconds(call, 1), 0.2))
         running.append((row, call, repeats))
-        if not options.no_memory:
-            row["peak_bytes"] = peak(candidate, call, options)
-    for _ in range(options.rounds):
+        row["peak_bytes"] = peak(call)
+    for _ in range(rounds):
         for row, call, repeats in running:
-            row["ms"].append(milliseconds(call, repeats, options.device))
+            row["ms"].append(milliseconds(call, repeats))
         running.rotate(-1)
-    if rows[0]["ms"]:
-        for row, *_ in running:
-            row["ratios"] = np.divide(row["ms"], rows[0]["ms"]).tolist()
+    for row, *_ in running:
+        row["ratios"] = [
+            mine / other for mine, other in zip(row["ms"], rows[0]["ms"], strict=False)
+        ]
     return rows
 
 
-def milliseconds(call: Call, repeats: int, device: str) -> float:
+def milliseconds(call: Call, repeats: int) -> float:
     """Of one call, the mean of `repeats`: CPU time of all threads, or until the GPU is idle."""
 
-    def now() -> float:
-        if device == "cpu":
+    def clock() -> float:
+        if DEVICE == "cpu":
             return time.process_time()
         torch.cuda.synchronize()
         return time.perf_counter()
 
-    begin = now()
+    begin = clock()
     for _ in range(repeats):
         call()
-    return (now() - begin) * 1000 / repeats
+    return (clock() - begin) * 1000 / repeats
 
 
-def peak(candidate: Candidate, call: Call, options: argparse.Namespace) -> int:
-    """Bytes that one call takes beyond its inputs."""
-    if options.device == "cuda":
+def peak(call: Call) -> int:
+    """Bytes that a call takes beyond its inputs; on the CPU, how far this process grows."""
+    if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         call()
         return torch.cuda.max_memory_allocated() - before
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(peak_of_process, candidate, options.threads).result()
-
-
-def peak_of_process(candidate: Candidate, threads: int) -> int:
-    """How far the resident memory of this process rises during one call, in bytes."""
-    torch.set_num_threads(threads)
-    candidate.make(min(64, candidate.length))()  # loads the libraries
-    call = candidate.make(candidate.length)
-    with contextlib.suppress(OSError):  # Linux: the peak so far is forgotten
-        Path("/proc/self/clear_refs").write_text("5")
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier calls freed is no longer this process's
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     call()
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
 
 
-def conditions(device: str) -> str:
+def conditions() -> str:
     """The command and what its figures depend on, in Markdown."""
-    if device == "cuda":
+    if ON_GPU:
         hardware = torch.cuda.get_device_name()
     else:
         file = Path("/proc/cpuinfo")
@@ -157,25 +164,14 @@ def conditions(device: str) -> str:
     return f"`{' '.join(['python', *sys.argv])}`  \n{hardware}, {settings}, {origin}\n"
 
 
-def save(rows: Sequence[Row], options: argparse.Namespace) -> None:
-    """Write what is measured so far; an interrupted run leaves a whole file."""
-    if options.output:
-        record = {"conditions": conditions(options.device), "rows": rows}
-        write_output(options.output, f"{json.dumps(record)}\n".encode(), RECORD)
-
-
-def figures(row: Row) -> list[str]:
-    """Cells of a row: milliseconds or a reason, the ratio with its quartiles, and MiB."""
+def line_of(row: Row, flops_per_ms: float) -> str:
+    """A line of the table: the reason, or the figures in the order of HEADER."""
     if row["reason"]:
-        return [row["reason"], "-", "-"]
-    low, middle, high = np.quantile(row["ratios"] or [math.nan], [0.25, 0.5, 0.75])
-    ratio = f"{middle:.2f} ({low:.2f}-{high:.2f})"
-    peak = row["peak_bytes"]
-    memory = "-" if peak is None else f"{peak / 2**20:,.0f}"
-    return [f"{np.median(row['ms']):,.2f}", ratio, memory]
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; all columns but the first are numbers."""
-    ruler = ["---"] + ["---:"] * (len(header) - 1)
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in (header, ruler, *rows))
+        return f"| {row['candidate']} | {row['reason']} | - | - | - | - |\n"
+    ms = float(np.median(row["ms"]))
+    low, ratio, high = np.quantile(row["ratios"] or [np.nan], [0.25, 0.5, 0.75])
+    speed = row["tokens"] * 1000 / ms
+    mfu = 100 * row["flops"] / ms / flops_per_ms
+    times = f"{ms:,.2f} | {ratio:.3g} ({low:.3g}-{high:.3g})"
+    memory = f"{row['peak_bytes'] / 2**20:,.0f}"
+    return f"| {row['candidate']} | {times} | {memory} | {speed:,.0f} | {mfu:.1f} |\n"
