@@ -16,8 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 LEVELS = [
     {"errors", "commit", "strict_json"},
     {"files", "strict_yaml"},
-    {"folder_lock", "cli_errors"},
-    {"positions", "attention", "results", "splits"},
+    {"folder_lock", "cli_errors", "splits"},
+    {"protocols"},
+    {"positions", "attention", "results"},
     {"config", "parallel"},
     {"model", "data"},
     {"checkpoints"},

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from megatron.config import Config
 from megatron.entry import run
-from megatron.evaluation.options import add_checkpoint, add_whole_number
+from megatron.evaluation.options import add_checkpoint, number
 from megatron.evaluation.probe_checkpoint import ProbeOptions, probe
 from megatron.results.probes import GROUPS, PROBES, RULER, ProbeRow
 
@@ -32,7 +32,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("trials", "contexts per length and depth, number of hops, …", (1, 10**6)),
         ("probe_seed", "of the questions", (0, 2**63 - 1)),
     ):
-        add_whole_number(parser, f"--{name}", getattr(ProbeOptions, name), words, bounds)
+        default = getattr(ProbeOptions, name)
+        text = f"{words}; default: {default}"
+        kind = number(*bounds)
+        parser.add_argument(f"--{name}", type=kind, default=default, metavar="N", help=text)
 
 
 def main(config: Config | None, arguments: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from tqdm import tqdm
 from megatron.checkpoints.saved import find, step_of
 from megatron.config import Config
 from megatron.config.schema import as_list
-from megatron.data.tokens import TokenFile
+from megatron.data.samples import build_split, split_documents
 from megatron.errors import UserError
 from megatron.evaluation.loaded_run import (
     LoadedModel,
@@ -27,13 +28,6 @@ from megatron.evaluation.loaded_run import (
 from megatron.evaluation.methods import MeasuredAttention, faults_of, method_of
 from megatron.evaluation.options import DTYPES, VARIED, Options
 from megatron.evaluation.perplexity import key_tokens, measured
-from megatron.evaluation.protocols import (
-    OF_DOCUMENTS,
-    PROTOCOLS,
-    Request,
-    WithoutText,
-    usual_protocol,
-)
 from megatron.files import check_output
 from megatron.folder_lock import owned_file
 from megatron.model import positions_from_config
@@ -41,11 +35,11 @@ from megatron.parallel.context import context_of
 from megatron.parallel.grid import ended_together, here, owned_by_first
 from megatron.parallel.threads import count_parameters, use_threads
 from megatron.positions import Position
+from megatron.protocols import LONGPPL, TASK, HeldOutText, Request, usual_protocol
 from megatron.results.files import LINES, existing_results, write_results
 from megatron.results.row import (
     ATTENTION_INPUTS,
     EXACT,
-    TASK,
     Question,
     Row,
     agrees,
@@ -85,7 +79,7 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
     positions = [placed.position for placed in model.placed]
     attention = MeasuredAttention.of(config.attention)
     attentions = variants(attention, options, positions, model.train_length)
-    judge = judge_of(run, options) if "longppl" in options.protocol else run
+    judge = judge_of(run, options) if LONGPPL in options.protocol else run
     if grid.context_ranks > 1:
         for placed in judge.model.placed:  # the run's own are checked with its configuration
             try:
@@ -100,43 +94,49 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
             )
     context = context_of(grid, "all_gather")  # a judge may have another number of heads
     jobs = []
-    lengths: list[int] = []
+    lengths = sorted(set(options.lengths or config.evaluation.eval_lengths))
     for tokens in run.texts.files:
-        request = Request(
-            tokens=tokens,
-            lengths=options.lengths or config.evaluation.eval_lengths,
-            split=run.texts.split,
-            part=run.texts.name,
-            eval_tokens=config.evaluation.eval_tokens,
-            seed=run.trained.training.seed,
-            windows=options.windows,
-            start=options.start,
-            tail=options.tail,
-            stride=options.stride,
-            rule=options.key_rule(model.train_length),
-            judge="self" if judge is run else judge.name,
-        )
-        lengths = request.ordered_lengths
         usual = usual_protocol(tokens.prefix)
-        protocols = dict.fromkeys(options.protocol or [usual])
+        protocols = options.protocols(usual)
         if usual == TASK and set(protocols) != {TASK}:
             raise UserError(
                 f"--protocol: {tokens.prefix} is a task, which protocol task alone measures"
                 " - leave --protocol out, also train_iters: 0"
             )
-        options.check_read_by(protocols)
-        windows_of = {protocol: PROTOCOLS[protocol](request) for protocol in protocols}
+        if usual != TASK and TASK in protocols:
+            raise UserError(
+                f"--protocol task: {tokens.prefix} is no task - give data_path=task:NAME, or"
+                " another protocol"
+            )
+        split, part = run.texts.split, run.texts.name
+        text = HeldOutText(
+            lengths,
+            config.evaluation.eval_tokens,
+            part,
+            split,
+            train_length=model.train_length,
+            judge="self" if judge is run else judge.name,
+            tokens=tokens,
+            documents=range(0) if usual == TASK else split_documents(tokens, split, part),
+            samples=partial(build_split, tokens, split, part, seed=run.trained.training.seed),
+        )
+        windows_of = {}
+        for name, protocol in protocols.items():
+            protocol.check(text)
+            of_lengths = protocol.lengths(text)
+            windows_of[name] = [protocol.windows_at(text, length) for length in of_lengths]
         for several in windows_of.values():
             for windows in several:
                 run.check_known_tokens(windows.ids)
                 judge.check_known_tokens(windows.ids)
-        for attention, protocol in itertools.product(attentions, protocols):
-            words = [protocol] if protocol != "equal_tokens" else []
+        for attention, (name, protocol) in itertools.product(attentions, protocols.items()):
+            words = [name] if name != "equal_tokens" else []
             words += [options.dtype] if options.dtype != "fp32" else []
             output = options.output or run.default_output(tokens, attention, words)
             check_output(output, LINES)
             existing_results(output)
-            jobs.append((output, tokens, attention, protocol, windows_of[protocol]))
+            facts = run.facts_of_text(name, tokens) | protocol.facts
+            jobs.append((output, tokens, attention, facts, windows_of[name]))
 
     # Without --judge the model as it was trained is the judge of every variant.
     as_trained = MeasuredAttention.of(judge.trained.attention)
@@ -154,16 +154,15 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
         for one in (model, judge.model):
             one.to(grid.device, DTYPES[options.dtype])
         use_threads(count_parameters(model), grid.device)
-        for output, tokens, attention, protocol, by_length in jobs:
+        for output, tokens, attention, facts_of_text, by_length in jobs:
             model.use_attention(attention)
             logger.info("attention %s", model.attention_choice)
-            facts = run.facts(attention) | run.begin_of_text
-            facts |= run.facts_of_text(protocol, tokens)
+            facts = run.facts(attention) | run.begin_of_text | facts_of_text
             # As the first process reads them: all processes must agree.
             existing = grid.gather(existing_results(output))[0]
             for windows in by_length:
-                name = f"{protocol} {windows.length}"
-                asked = facts | windows.about | {"length": windows.length, "text": windows.text}
+                name = f"{facts['protocol']} {windows.length}"
+                asked = facts | windows.facts | {"length": windows.length, "text": windows.text}
                 # Means between other positions are another answer.
                 edges = {"position_edges": list(windows.edges)} if windows.edges else {}
                 kept = answered(asked | edges, existing)
@@ -210,10 +209,11 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
 
 def judge_of(run: LoadedRun, options: Options) -> LoadedModel:
     """The model that says which tokens are key tokens: another checkpoint, or the run itself."""
-    if options.judge is None:
+    folder = options.of_protocols.get("judge")
+    if folder is None:
         return run
     try:
-        judge = loaded_model(None, options.judge, None)
+        judge = loaded_model(None, folder, None)
     except UserError as fault:
         raise UserError(f"--judge: {fault}") from None
     hashes = judge.tokenizer.get("hash"), run.tokenizer.get("hash")
@@ -230,19 +230,10 @@ def check_options(config: Config, options: Options) -> None:
     attention = MeasuredAttention.of(config.attention)
     positions, _ = positions_from_config(config)
     variants(attention, options, positions, config.model.seq_length)
-    request = WithoutText(
-        cast(TokenFile, np.empty(0)),
-        as_list(options.lengths or config.evaluation.eval_lengths),
-        eval_tokens=config.evaluation.eval_tokens,
-        tail=options.tail,
-        stride=options.stride,
-        rule=options.key_rule(config.model.seq_length),
-    )
-    protocols = options.protocol or [usual_protocol(config.data.data_path)]
-    options.check_read_by(protocols)
-    for protocol in protocols:
-        if protocol not in OF_DOCUMENTS:
-            PROTOCOLS[protocol](request)
+    lengths = sorted(set(as_list(options.lengths or config.evaluation.eval_lengths)))
+    request = Request(lengths, config.evaluation.eval_tokens, train_length=config.model.seq_length)
+    for protocol in options.protocols(usual_protocol(config.data.data_path)).values():
+        protocol.check(request)
 
 
 def variants(
@@ -255,11 +246,7 @@ def variants(
 
     Raises UserError with all that is wrong with sinks, clipped distances and methods.
     """
-    values = {}
-    for key in VARIED:
-        asked = getattr(options, key)
-        if asked:
-            values[key] = asked
+    values = options.of_attention
     if options.two_by_two:
         given = ["--" + key.replace("_", "-") for key in values]
         given += [key for key in VARIED if key != "paper_precision" and getattr(attention, key)]
@@ -348,7 +335,9 @@ def evaluate_as_published(config: Config) -> Iterator[MeasuredRows]:
             lengths=[length],
             protocol=["paper"],
             dtype=dtype,
-            windows=windows,
-            start=validations * windows if part == "valid" else 0,
+            of_protocols={
+                "windows": windows,
+                "start": validations * windows if part == "valid" else 0,
+            },
         )
         yield evaluate(replace(config, evaluation=section), options)

@@ -25,10 +25,10 @@ from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.data.tokens import TokenFile
 from megatron.errors import CONTROL, UserError
 from megatron.evaluation.methods import MeasuredAttention
-from megatron.evaluation.protocols import Windows
 from megatron.files import place_of
 from megatron.model import GPT
 from megatron.positions.layers import name_of_layers
+from megatron.protocols import Windows
 from megatron.results.files import CHECKSUM
 from megatron.results.row import ATTENTION_INPUTS, EXACT, MEAN, Facts
 from megatron.results.statistics import bits_per_byte
@@ -53,6 +53,7 @@ SHAPES_LOSSES = (
     "model",
     "parallel",
     "positions",
+    "protocols.py",
     "results/statistics.py",
     "splits.py",
 )
@@ -222,8 +223,7 @@ class LoadedRun(LoadedModel):
         if tokenizer is None:
             return {}
         texts = []
-        for ids, scored in zip(windows.ids, windows.scored, strict=True):
-            places = np.arange(windows.length)[scored]
+        for ids, places in zip(windows.ids, windows.scored, strict=True):
             for place in places[: min(count, TEXTS) - len(texts)].tolist():
                 # Some tokenizers lose the space before a token that stands alone.
                 before, both = ids[place : place + 1].tolist(), ids[place : place + 2].tolist()

@@ -4,8 +4,8 @@ import argparse
 import contextlib
 import json
 import math
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -15,30 +15,20 @@ from megatron import strict_json
 from megatron.cli_errors import CommandParser
 from megatron.errors import UserError
 from megatron.evaluation.methods import FACTORS, METHODS, fault_of_name, shown
-from megatron.evaluation.protocols import PROTOCOLS, KeyRule, Request
 from megatron.files import expanded, read_small
 from megatron.positions import fingerprint
+from megatron.protocols import MOST, OPTIONS, PROTOCOLS, TOKENS, Protocol, protocol_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-MOST = 10**12
 LONGEST_FACTORS = 10**6  # bytes of a file of factors
 MOST_KEPT = 2**20  # losses in a row
-TOKENS = (1, 2**24)  # beyond, positions are not exact in float32
 VARIED = ("window", "logn_scale", "paper_precision", "sinks", "clip_distance", "method")
 """Settings of attention of which an evaluation may try several values on the same weights."""
-READ_BY = {
-    "windows": ("paper", "task"),
-    "start": ("paper",),
-    "tail": ("tail",),
-    "stride": ("sliding",),
-    **dict.fromkeys(("judge", "alpha", "beta", "trunc_len", "sliding_window"), ("longppl",)),
-}
-"""The protocols that read an option."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is measured beside the configuration: the options of `add_checkpoint`.
+class CheckpointOptions:
+    """The options of `add_checkpoint`: what is measured beside the configuration.
 
     checkpoint: folder of a run or of one checkpoint; None for load or save of the configuration
     step: which checkpoint of the run; None for the latest
@@ -54,62 +44,60 @@ class Asked:
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Self:
         """The words of a command line."""
-        return cls(**{one.name: getattr(arguments, one.name) for one in fields(cls)})
+        return cls(**{option.name: getattr(arguments, option.name) for option in fields(cls)})
 
 
 @dataclass(frozen=True)
-class Options(Asked):
-    """The wishes of one evaluation beside its configuration.
+class Options(CheckpointOptions):
+    """The options of one evaluation beside its configuration.
 
     protocol: names in PROTOCOLS; empty for equal_tokens
-    window, logn_scale, …, method: values of settings of attention, each on the same weights; empty
-        for that of the configuration
+    of_protocols: options of single protocols, by their names in megatron.protocols.OPTIONS
+    of_attention: values of the settings in VARIED, each on the same weights; without values it is
+        that of the configuration
     keep_losses: scored targets, at most, whose own losses a row has too
     two_by_two: the variants that tell untrained distances from untrained numbers of keys, in place
         of values of these settings
     dtype: of the model's matrices, a name in DTYPES
-    windows, start, tail, stride: of single protocols, see protocols.Request
-    judge: folder of the checkpoint that says which tokens are key tokens; None: the model itself,
-        as it was trained
-    alpha, beta, trunc_len, sliding_window: see protocols.KeyRule; None for a part of the training
-        length
     """
 
     protocol: Sequence[str] = ()
-    window: Sequence[Any] = ()
-    logn_scale: Sequence[bool] = ()
-    paper_precision: Sequence[bool] = ()
-    sinks: Sequence[int | None] = ()
-    clip_distance: Sequence[int | None] = ()
-    method: Sequence[str | None] = ()
+    of_protocols: Mapping[str, Any] = field(default_factory=dict)
+    of_attention: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     two_by_two: bool = False
     keep_losses: int = 0
     dtype: str = "fp32"
-    windows: int = Request.windows
-    start: int = Request.start
-    tail: int = Request.tail
-    stride: int | None = Request.stride
-    judge: str | None = None
-    alpha: float = 2.0
-    beta: float = -2.0
-    trunc_len: int | None = None
-    sliding_window: int | None = None
 
-    def check_read_by(self, protocols: Collection[str]) -> None:
-        """Raises UserError for an option that is given and that none of these protocols reads."""
-        for name, readers in READ_BY.items():
-            if getattr(self, name) != getattr(Options, name) and not set(readers) & set(protocols):
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Self:
+        words = vars(arguments)
+        of_protocols = {name: words[name] for name in OPTIONS if words[name] is not None}
+        of_attention = {name: words[name] for name in VARIED if words[name]}
+        return super().of(
+            argparse.Namespace(**words, of_protocols=of_protocols, of_attention=of_attention)
+        )
+
+    def protocols(self, usual: str) -> dict[str, Protocol]:
+        """The protocols by their names; usual: where none is named.
+
+        Raises UserError for an option that none of them reads.
+        """
+        names = dict.fromkeys(self.protocol or [usual])
+        for name in self.of_protocols:
+            readers = OPTIONS[name].defaults
+            if not readers.keys() & names.keys():
                 option = "--" + name.replace("_", "-")
                 raise UserError(
                     f"{option}: is read by --protocol {' or '.join(readers)} alone, and measured"
-                    f" is {', '.join(protocols)} - name that protocol too, or leave {option} out"
+                    f" is {', '.join(names)} - name that protocol too, or leave {option} out"
                 )
+        return {name: protocol_of(name, self.of_protocols) for name in names}
 
-    def key_rule(self, train_length: int) -> KeyRule:
-        """The rule of protocol longppl; in the paper the short context has 4096 tokens or more."""
-        trunc_len = self.trunc_len or max(1, train_length // 2)
-        sliding_window = self.sliding_window or max(1, trunc_len // 4)
-        return KeyRule(self.alpha, self.beta, trunc_len, sliding_window)
+
+def option_names() -> list[str]:
+    """The options of evaluate.py beside tasks, as sweeps spell them."""
+    names = [option.name for option in fields(Options) if not option.name.startswith("of_")]
+    return [*names, *OPTIONS, *VARIED]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -121,26 +109,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         " docs/evaluation.md explains each"
     )
     add("--protocol", nargs="+", default=(), choices=tuple(PROTOCOLS), help=protocol)
-    add_whole_number(
-        parser, "--windows", Options.windows, "paper and task: windows per length", (1, 10**6)
-    )
-    add_whole_number(parser, "--start", Options.start, "paper: first window", (0, MOST))
-    add_whole_number(parser, "--tail", Options.tail, "tail: scored tokens of a window", TOKENS)
-    stride = "sliding: tokens that windows move by; default: half of each"
-    add("--stride", type=number(*TOKENS), metavar="N", help=stride)
-    judge = (
-        "longppl: checkpoint that says which tokens are key; default: the model itself, as it was"
-        " trained"
-    )
-    add("--judge", type="path", metavar="DIR", help=judge)
-    alpha = "longppl: nats that far context gains a key token; default: 2"
-    add("--alpha", type=real, default=Options.alpha, metavar="A", help=alpha)
-    beta = "longppl: a key token has a loss below -B; default: -2"
-    add("--beta", type=real, default=Options.beta, metavar="B", help=beta)
-    trunc_len = "longppl: tokens of a short context; default: half of seq_length"
-    add("--trunc-len", type=number(*TOKENS), metavar="N", help=trunc_len)
-    sliding = "longppl: tokens that short contexts move by; default: a quarter of --trunc-len"
-    add("--sliding-window", type=number(*TOKENS), metavar="N", help=sliding)
+    for name, option in OPTIONS.items():
+        kind, metavar = real, name[0].upper()
+        if option.bounds:
+            kind, metavar = number(*option.bounds), "N"
+        elif option.usual:
+            kind, metavar = "path", "DIR"
+        add("--" + name.replace("_", "-"), type=kind, metavar=metavar, help=option.help)
     add_attention(parser, nargs="+", action="extend", default=[])
     keep = "losses of the first N targets in each row: which gain by context; default: none"
     add("--keep-losses", type=number(0, MOST_KEPT), default=0, metavar="N", help=keep)
@@ -185,18 +160,6 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     add("-o", "--output", type=Path, metavar="FILE", help="file for the rows, JSON lines")
 
 
-def add_whole_number(
-    parser: argparse.ArgumentParser,
-    name: str,
-    default: int,
-    words: str,
-    bounds: tuple[int, int],
-) -> None:
-    """An option for a whole number; its help names the default."""
-    text = f"{words}; default: {default}"
-    parser.add_argument(name, type=number(*bounds), default=default, metavar="N", help=text)
-
-
 class _Words(CommandParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(message.removeprefix("argument "))
@@ -222,10 +185,9 @@ def number(least: int, most: int, or_one_of: Sequence[str] = ()) -> Callable[[st
             value = int(text)
             if least <= value <= most:
                 return value
-        shown = ascii(text)[1:-1][:40]
         words = "".join(f", or {word}" for word in or_one_of)
         raise argparse.ArgumentTypeError(
-            f"{shown} is not a whole number from {least} to {most:,}{words}"
+            f"{shown(text)[:40]} is not a whole number from {least} to {most:,}{words}"
         )
 
     return parsed
@@ -237,13 +199,13 @@ def real(text: str) -> float:
         value = float(text)
         if math.isfinite(value):
             return value
-    raise argparse.ArgumentTypeError(f"{ascii(text)[1:-1][:40]} is not a number")
+    raise argparse.ArgumentTypeError(f"{shown(text)[:40]} is not a number")
 
 
 def switch(text: str) -> bool:
     """On or off."""
     if text not in ("on", "off"):
-        raise argparse.ArgumentTypeError(f"{ascii(text)[1:-1][:40]}: give on or off")
+        raise argparse.ArgumentTypeError(f"{shown(text)[:40]}: give on or off")
     return text == "on"
 
 
@@ -258,10 +220,10 @@ def method_or_none(text: str) -> str | None:
         return text
     options, _, file = text.partition(",factors=")
     try:
-        found = strict_json.parse(read_small(Path(expanded(file)), LONGEST_FACTORS))
+        content = strict_json.parse(read_small(Path(expanded(file)), LONGEST_FACTORS))
         for key in ("rope_scaling", "rope_parameters"):  # where a config.json has them
-            found = found.get(key) or found
-        factors = {key: found[key] for key in ("long_factor", "short_factor")}
+            content = content.get(key) or content
+        factors = {key: content[key] for key in ("long_factor", "short_factor")}
     except (OSError, ValueError, AttributeError, LookupError, TypeError):
         raise argparse.ArgumentTypeError(
             f"{shown(text)}: give longrope,factor=N,factors=FILE; FILE is JSON with the lists"

@@ -1,6 +1,5 @@
 """Perplexity of a model on the windows of a protocol: the one loop that measures."""
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -13,11 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron.errors import UserError
-from megatron.evaluation.protocols import Windows
 from megatron.model import GPT
 from megatron.parallel.context import Context
 from megatron.parallel.grid import Grid
-from megatron.results.row import BLOCK, Facts
+from megatron.protocols import BLOCK, Windows, digits
+from megatron.results.row import Facts
 from megatron.results.statistics import mean_of, perplexity_of
 
 DIGITS = 6  # of the losses of windows, blocks and positions
@@ -68,9 +67,7 @@ def measured(
         windows,
         ids=[windows.ids[number] for number in places],
         starts=[windows.starts[number] for number in places],
-        first_scored=(),
-        answers=list(places.values()),
-        stretches=range(len(places)),
+        scored=list(places.values()),
     )
     kept: list[np.ndarray] | str = [losses[number][:, places[number]] for number in places]
     loss = float(all_losses.mean())
@@ -94,8 +91,7 @@ def measured(
     facts["all_perplexity"] = perplexity_of(loss)
     if places:
         in_region = [number * windows.length + of_window for number, of_window in places.items()]
-        every_place = np.concatenate(in_region)
-        facts["key_text"] = hashlib.sha256(every_place.tobytes()).hexdigest()[:16]
+        facts["key_text"] = digits(in_region)
         facts["window_tokens"] = scored.counts.tolist()
     return facts
 
@@ -234,8 +230,7 @@ def numbers_of(windows: Windows, found: Sequence[np.ndarray] | str, seconds: flo
         "reason": found if isinstance(found, str) else None,
         **dict.fromkeys(("loss", "perplexity", "loss_stderr", "window_losses")),
     }
-    is_task = bool(windows.answers) and windows.rule is None
-    if is_task:
+    if windows.answers:
         numbers |= dict.fromkeys(("accuracy", "token_accuracy", "window_accuracies"))
     if isinstance(found, str):
         return numbers
@@ -258,7 +253,7 @@ def numbers_of(windows: Windows, found: Sequence[np.ndarray] | str, seconds: flo
         "reason": None if perplexity else f"exp({loss:g}) is too large for a number",
         "loss_stderr": mean_of(window_means, counts).stderr,
     }
-    if is_task:
+    if windows.answers:
         right = [of_window[1] for of_window in found]
         shares = np.array([answers.mean() for answers in right])  # [windows]
         return numbers | {

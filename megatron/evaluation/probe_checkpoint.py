@@ -29,14 +29,14 @@ from megatron.evaluation.attention_probes import (
 )
 from megatron.evaluation.loaded_run import loaded_run
 from megatron.evaluation.methods import MeasuredAttention
-from megatron.evaluation.options import Asked
+from megatron.evaluation.options import CheckpointOptions
 from megatron.evaluation.probe_tasks import NO_TOKEN, TASKS, Material
-from megatron.evaluation.protocols import first_tokens
 from megatron.files import check_output
 from megatron.folder_lock import owned_file
 from megatron.model import GPT
 from megatron.model.head import tokens_at_once
 from megatron.parallel.grid import device_alone
+from megatron.protocols import first_tokens
 from megatron.results.files import LINES
 from megatron.results.probes import (
     GROUPS,
@@ -59,7 +59,7 @@ Scores = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class ProbeOptions(Asked):
+class ProbeOptions(CheckpointOptions):
     """The wishes of one call of the probes beside its configuration.
 
     probes: names in PROBES or GROUPS

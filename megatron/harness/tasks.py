@@ -107,10 +107,11 @@ def evaluate_tasks(config: Config | None, tasks: Tasks, options: Options) -> Don
     attention_of_config = MeasuredAttention.of(checkpoint.config.attention)
     positions = [placed.position for placed in model.placed]
     several = variants(attention_of_config, options, positions, model.train_length)
+    stride = options.of_protocols.get("stride")
     for length in lengths:
         model.check_length(length)
-        if options.stride is not None and options.stride > length:
-            raise UserError(f"--stride {options.stride}: must be 1 to {length}, a window's length")
+        if stride is not None and stride > length:
+            raise UserError(f"--stride {stride}: must be 1 to {length}, a window's length")
     output = options.output
     if output is None:
         names = "+".join(sorted(name.replace("/", "_") for name in tasks.names))
@@ -133,7 +134,7 @@ def evaluate_tasks(config: Config | None, tasks: Tasks, options: Options) -> Don
         for attention in several:
             model.use_attention(attention)
             for length in lengths:
-                reading = adapter.Reading(length, options.stride or length, batch_tokens)
+                reading = adapter.Reading(length, stride or length, batch_tokens)
                 logger.info("%s at %d tokens", ", ".join(tasks.names), length)
                 try:
                     results = simple_evaluate(

@@ -18,6 +18,7 @@ from megatron.checkpoints.read import load_model, read_meta
 from megatron.errors import UserError
 from megatron.files import check_output, write_output
 from megatron.model import GPT
+from megatron.protocols import description
 from megatron.report.curves import (
     curve,
     draw_accuracy,
@@ -113,7 +114,7 @@ class Page:
             svgs[name] = Markup(svg)
         environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
         template = environment.get_template("page.html")
-        return template.render(page=self, title=title, svgs=svgs)
+        return template.render(page=self, title=title, svgs=svgs, description=description)
 
 
 def page_of(paths: Sequence[Path], *, against: str | None = None) -> Page:

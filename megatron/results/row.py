@@ -11,17 +11,18 @@ from typing import Any, Required, TypeVar, cast
 
 from typing_extensions import TypedDict  # pydantic checks rows by these types
 
+from megatron.protocols import BLOCK as BLOCK
+from megatron.protocols import LONGPPL, OPTIONS, TASK
+
 Facts = dict[str, Any]  # some keys of a row
 CORPUS_AXIS = "data"  # the axis of a sweep that names the corpus to train on
 ENCODING_AXIS = (
     "encoding"  # the axis of a sweep whose names stand for encodings in tables and figures
 )
-TASK = "task"  # the protocol of problems whose answers are counted
-LONGPPL = "longppl"  # the protocol of key tokens
 TRAINED = "trained "  # before the name of an axis that evaluation may change, such as window
-
-# Scored targets of a block, if a row does not say otherwise. Files rely on it: never change it.
-BLOCK = 512
+# Options of protocols that are keys of rows, by their role.
+SETTING_OPTIONS = [name for name, option in OPTIONS.items() if option.row == "setting"]
+PLACE_OPTIONS = [name for name, option in OPTIONS.items() if option.row == "place"]
 
 
 class Variant(TypedDict, total=False):
@@ -39,25 +40,22 @@ class Variant(TypedDict, total=False):
     dtype: str  # of the model's matrices
 
 
+OPTION_TYPES = {name: OPTIONS[name].kind for name in (*SETTING_OPTIONS, *PLACE_OPTIONS)}
+ProtocolOptions = TypedDict("ProtocolOptions", OPTION_TYPES, total=False)  # pyright: ignore
+
+
 class Setting(TypedDict, total=False):
-    """The text and the protocol, with its options."""
+    """The text and the protocol."""
 
     corpus: str
     part: str  # train, valid or test
     split: str  # shares of the parts, such as "949,50,1"
     protocol: str
     tokenizer: str | None  # hash of the tokenizer
-    tail: int  # tail: scored targets of a window
-    start: int  # paper: first window
     task_args: dict[str, Any]  # task: options of the problems that are not the defaults
-    judge: str  # longppl: the model that names key tokens; self: the row's, as it was trained
-    alpha: float  # longppl: nats that far context gains a key token
-    beta: float  # longppl: a key token's loss is below -beta
-    trunc_len: int  # longppl: tokens of a short context
-    sliding_window: int  # longppl: tokens that short contexts move by
 
 
-class Question(Variant, Setting, total=False):
+class Question(Variant, Setting, ProtocolOptions, total=False):
     """The facts of a line before anything is measured: model, text and manner.
 
     A key may be absent: older files lack later keys.
@@ -130,7 +128,6 @@ class Row(Question, Pieces, Answers, Collected, total=False):
     # for rows of any length and protocol that score the same ones. Older files lack it.
     region: str
     key_text: str  # longppl: 16 hex digits of the key tokens
-    stride: int  # sliding: tokens from one window to the next
 
     # The numbers.
     windows: Required[int]
@@ -152,8 +149,8 @@ class Row(Question, Pieces, Answers, Collected, total=False):
 
 
 VARIANT = tuple(Variant.__annotations__)
-SETTING = tuple(Setting.__annotations__)
-PLACE = ("length", "text", "tokens", "stride", "key_text")
+SETTING = (*Setting.__annotations__, *SETTING_OPTIONS)
+PLACE = ("length", "text", "tokens", *PLACE_OPTIONS, "key_text")
 PIECES = tuple(Pieces.__annotations__)
 BYTES = ("bytes", "bytes_from", "bits_per_byte")
 EXACT, MEAN = "tokenizer", "card"  # values of bytes_from
@@ -171,7 +168,7 @@ DEFAULTS.pop("dtype")
 SHOWN_IF_SET = ("layer_kinds", "attention_gate", "optimizer_type")
 OF_TRAINING = ("train_length", "step", "windows_per_step", "trained_on", "parent_model")
 EXPLAINS = {"pos_emb_args", "sweep", *SHOWN_IF_SET, *OF_TRAINING} - {"step"}
-BOOKKEEPING = ("sweep", "config_hash", "checkpoint", "tokens", "stride", "text", "key_text")
+BOOKKEEPING = ("sweep", "config_hash", "checkpoint", "tokens", *PLACE_OPTIONS, "text", "key_text")
 _OF_MODEL = ("bos_token", *SHOWN_IF_SET, *OF_TRAINING)
 LABELS = ("pos_emb_args", *VARIANT, *_OF_MODEL, "seed", *SETTING, *BOOKKEEPING)
 RUN = ("pos_emb", *(key for key in LABELS if key not in (*EXPLAINS, *PLACE)))

@@ -14,7 +14,9 @@ from megatron.results.row import (
     MEAN,
     NOTES,
     PIECES,
+    PLACE_OPTIONS,
     SETTING,
+    SETTING_OPTIONS,
     TASK,
     USUAL,
     VARIANT,
@@ -29,9 +31,6 @@ from megatron.results.row import (
 )
 from megatron.results.statistics import perplexity_of, prefix_curve
 
-OPTIONS = ("tail", "stride", "start", "task_args", "judge")
-OPTIONS += ("alpha", "beta", "trunc_len", "sliding_window")
-"""Options of protocols."""
 # Protocols that score other text at each length.
 OTHER_TEXT = ("paper", "position")
 OTHER_TEXT_NOTE = (
@@ -397,7 +396,7 @@ def setting(rows: Sequence[Row]) -> str:
         facts.append(f"protocol {protocol}")
     if protocol == LONGPPL and most < FEW_KEYS:
         facts.append(f"few key tokens: {counts} of {first.get('all_tokens', 0):,} targets")
-    for key in OPTIONS:
+    for key in ("task_args", *PLACE_OPTIONS, *SETTING_OPTIONS):
         values = {identity(row, (key,)) for row in rows}
         value = first.get(key)
         if len(values) == 1 and value is not None and (key, value) != ("start", 0):

@@ -33,7 +33,7 @@ from megatron.data.parts import open_parts
 from megatron.data.tasks import TaskText
 from megatron.errors import UserError, control_fault, did_you_mean, visible
 from megatron.evaluation.evaluate_checkpoint import check_options
-from megatron.evaluation.options import Options, options_of_words
+from megatron.evaluation.options import Options, option_names, options_of_words
 from megatron.files import ROOT, expanded, read_small
 from megatron.positions import fingerprint
 from megatron.results.files import existing_results, training_log, write_lines
@@ -44,9 +44,7 @@ LONGEST_FAILURE = 1_000_000  # bytes of failure.txt
 MOST_CELLS = 10_000  # of a grid
 LONGEST_NAME = 200  # characters of a cell's folder; most disks take 255
 # Options of evaluate.py in a sweep, which gives checkpoint, step and output itself.
-OPTIONS = ("protocol", "lengths", "windows", "start", "tail", "stride", "dtype")
-OPTIONS += ("keep_losses", "sinks", "clip_distance", "method", "two_by_two")
-OPTIONS += ("judge", "alpha", "beta", "trunc_len", "sliding_window")
+OPTIONS = [name for name in option_names() if name not in (*KEYS, "checkpoint", "step", "output")]
 FORMS = {
     "base": "[configs/125M.yml], a list of files",
     "settings": "{train_iters: 1000}, keys of the configuration",
@@ -88,7 +86,7 @@ class EvaluationRequest(BaseModel):
             try:
                 SECTIONS[KEYS[key]].model_validate({key: value})
             except ValidationError as error:
-                for _, kind, line in messages.lines(error, KEYS):
+                for _, kind, line in messages.lines(error, [*KEYS]):
                     if kind != "missing":  # the section may need other keys too
                         raise ValueError(line) from None
         return self

@@ -1,6 +1,5 @@
 """The cost of a sweep: tokens, floating point operations, time on a device."""
 
-import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -12,9 +11,9 @@ import torch
 from megatron.config import Config
 from megatron.config.schema import as_list
 from megatron.errors import UserError
-from megatron.evaluation.protocols import Request, usual_protocol
 from megatron.model import Architecture, size
-from megatron.results.row import ATTENTION_INPUTS, TASK
+from megatron.protocols import Request, protocol_of, usual_protocol
+from megatron.results.row import ATTENTION_INPUTS
 from megatron.sweeps.cells import State, Sweep
 from megatron.training.batches import likely_rows, windows_per_step
 from megatron.training.metrics import peak_of
@@ -72,15 +71,15 @@ def evaluation_flops(options: Mapping[str, Any], config: Config, vocab: int) -> 
     """
     measured = config.evaluation
     lengths = as_list(options.get("lengths", options.get("eval_lengths", measured.eval_lengths)))
-    protocols = as_list(options.get("protocol", usual_protocol(config.data.data_path)))
+    request = Request(sorted(lengths), options.get("eval_tokens", measured.eval_tokens))
+    names = as_list(options.get("protocol", usual_protocol(config.data.data_path)))
     varied = [options[key] for key in ATTENTION_INPUTS if options.get(key) is not None]
     variants = math.prod(len(as_list(values)) for values in varied)
     total = 0.0
-    for protocol, length in itertools.product(protocols, lengths):
-        tokens = options.get("eval_tokens", measured.eval_tokens)
-        if protocol in ("paper", TASK):
-            tokens = options.get("windows", Request.windows) * length
-        if protocol != "position" or length == max(lengths):
+    for name in names:
+        protocol = protocol_of(name, options)
+        for length in protocol.lengths(request):
+            tokens = protocol.tokens(request, length)
             total += variants * tokens * forward_flops(config, vocab, length)
     return total
 

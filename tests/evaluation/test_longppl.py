@@ -8,7 +8,7 @@ from torch import nn
 
 from megatron.errors import UserError
 from megatron.evaluation.perplexity import key_tokens, measured
-from megatron.evaluation.protocols import KeyRule, Windows
+from megatron.protocols import KeyRule, Windows
 from megatron.results.comparison import compared
 from megatron.results.files import read_results, write_results
 from megatron.results.labels import kinds, sections
@@ -39,6 +39,11 @@ def rule_of(golden):
     return KeyRule(golden.param("alpha"), golden.param("beta"), trunc_len, sliding_window)
 
 
+def whole_text(count, golden):
+    positions = np.arange(count - 1)
+    return Windows(count - 1, [np.arange(count)], [positions], [0], rule=rule_of(golden))
+
+
 @every_variant
 def test_key_tokens_are_those_of_the_authors_code(variant):
     golden = load("longppl", variant)
@@ -53,7 +58,7 @@ def test_every_target_has_the_short_context_of_the_authors_code(variant):
     golden = load("longppl", variant)
     starts = golden.numbers["window_start"].tolist()
     texts = [1000 * number + np.arange(len(starts)) for number in range(2)]
-    windows = Windows(len(starts) - 1, texts, [0, 0])
+    windows = Windows(len(starts) - 1, texts, [])
     found = {}
     for pieces in rule_of(golden).short_windows(windows):
         for ids, targets in zip(pieces.ids, pieces.targets, strict=True):
@@ -69,7 +74,7 @@ def test_the_perplexities_are_those_of_the_authors_code(variant):
     numbers = golden.numbers
     judge = Losses(numbers["loss_long"], numbers["loss_short"])
     count = len(numbers["loss_model"])
-    windows = Windows(count - 1, [np.arange(count)], [0], starts=[0], rule=rule_of(golden))
+    windows = whole_text(count, golden)
     keys = key_tokens(judge, windows)
     row = measured(Losses(numbers["loss_model"]), windows, keys=keys)
     assert row["all_perplexity"] == pytest.approx(numbers["ppl"].item(), rel=1e-6)
@@ -89,9 +94,7 @@ def test_a_loss_that_is_not_finite_leaves_a_row_that_can_be_read(tmp_path):
     golden = load("longppl", "same")
     losses = golden.numbers["loss_model"].clone()
     losses[-1] = torch.nan
-    windows = Windows(
-        len(losses) - 1, [np.arange(len(losses))], [0], starts=[0], rule=rule_of(golden)
-    )
+    windows = whole_text(len(losses), golden)
     judge = Losses(golden.numbers["loss_long"], golden.numbers["loss_short"])
     keys = key_tokens(judge, windows)
     facts = measured(Losses(losses), windows, keys=keys)

@@ -4,7 +4,8 @@ import hashlib
 import json
 import math
 import shutil
-from dataclasses import asdict
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,23 +13,27 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.data.samples import build_split, split_documents
 from megatron.data.tokens import TokenFile, TokenWriter
 from megatron.errors import UserError
 from megatron.evaluation.perplexity import measured
-from megatron.evaluation.protocols import PROTOCOLS, KeyRule, Request
+from megatron.protocols import OPTIONS, PROTOCOLS, HeldOutText, Request, protocol_of
+from megatron.results.row import SETTING
 from megatron.results.table import by_length
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "data"
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden" / "data"
 RUNS = json.loads((GOLDEN / "expected.json").read_text())["runs"]
 VALID = [run for run in RUNS if run["split"] == "valid"]
 SIZES = [30, 200, 7, 64, 65, 300, 40, 129, 1, 90]
 LENGTHS = [16, 32, 64]
-EVERY_TARGET = KeyRule(alpha=-1e9, beta=-1e9, trunc_len=1, sliding_window=64)  # is a key token
+EVERY_TARGET = {"alpha": -1e9, "beta": -1e9, "trunc_len": 1, "sliding_window": 64}  # is a key token
+SMALL = {"tail": 8, "ends": 10, **EVERY_TARGET}
 OF_TEXT = [name for name in PROTOCOLS if name != "task"]  # which has test_task.py
 every_protocol = pytest.mark.parametrize("protocol", OF_TEXT)
 
 
-class Known(nn.Module):
+class LossByPosition(nn.Module):
     """The loss of a target is its token / 1000 + 1 / (1 + its position in the window)."""
 
     def __init__(self):
@@ -59,9 +64,18 @@ def long_tokens(tmp_path_factory):
     return token_file(tmp_path_factory.mktemp("long") / "corpus", [1500, 40, 2600, 5000, 900])
 
 
-def windows_of(protocol, tokens, lengths=LENGTHS, **more):
-    options = {"eval_tokens": 512, "tail": 8, "rule": EVERY_TARGET} | more
-    return PROTOCOLS[protocol](Request(tokens, lengths, "0,1,0", **options))
+def held_out(tokens, lengths, split="0,1,0", part="valid", eval_tokens=512, seed=1234):
+    samples = partial(build_split, tokens, split, part, seed=seed)
+    documents = split_documents(tokens, split, part)
+    return HeldOutText(
+        lengths, eval_tokens, part, split, tokens=tokens, documents=documents, samples=samples
+    )
+
+
+def windows_of(name, text, **options):
+    protocol = protocol_of(name, SMALL | options)
+    protocol.check(text)
+    return [protocol.windows_at(text, length) for length in protocol.lengths(text)]
 
 
 def by_hand(targets, contexts):
@@ -74,7 +88,7 @@ def scored(protocol, length):
     region = range(1, 513)
     if protocol in ("equal_tokens", "position", "longppl"):
         return [(target, (target - 1) % length) for target in region]
-    if protocol == "tail":
+    if protocol in ("tail", "gap"):
         ends = [64 + 16 * number for number in range(29)]
         return [(end - back, length - 1 - back) for end in ends for back in reversed(range(8))]
     if protocol == "sliding":  # half a window each time: after the first the later half
@@ -83,57 +97,93 @@ def scored(protocol, length):
         return first + [(target, half + (target - 1) % half) for target in region[length:]]
     starts = np.cumsum([0, *SIZES])
     pieces = [(start, (size - 1) // 64 * 64) for start, size in zip(starts, SIZES, strict=False)]
-    found = [
+    targets = [
         (start + 1 + offset, offset % length) for start, count in pieces for offset in range(count)
     ]
-    return found[:512]
+    return targets[:512]
 
 
 @pytest.mark.parametrize("protocol", [name for name in OF_TEXT if name != "paper"])
 def test_a_protocol_gives_the_value_computed_by_hand_at_every_length(tokens, protocol):
-    windows = windows_of(protocol, tokens)
-    for one in windows:
-        result = measured(Known(), one, batch_tokens=100)
-        targets, contexts = zip(*scored(protocol, one.length), strict=True)
+    several = windows_of(protocol, held_out(tokens, LENGTHS))
+    for windows in several:
+        result = measured(LossByPosition(), windows, batch_tokens=100)
+        targets, contexts = zip(*scored(protocol, windows.length), strict=True)
         assert result["tokens"] == len(targets)
         assert result["loss"] == pytest.approx(by_hand(targets, contexts), abs=1e-6)
-        assert len(result["window_losses"]) == result["windows"] == len(one.ids)
+        assert len(result["window_losses"]) == result["windows"] == len(windows.ids)
         weights = result.get("window_tokens") or np.ones(result["windows"])
         mean = np.average(result["window_losses"], weights=weights)
         assert mean == pytest.approx(result["loss"], abs=1e-6)
-    assert len({one.text for one in windows}) == 1, "every length scores the same targets"
-    tokens_and_places = np.array([targets, targets], dtype="<i8")  # a token is its place
-    region = hashlib.sha256(tokens_and_places.tobytes()).hexdigest()[:16]
-    assert {one.region for one in windows} == {region}
-    assert [one.length for one in windows] == ([64] if protocol == "position" else LENGTHS)
-    about = {"tail": {"tail": 8}, "sliding": {"stride": one.length // 2}}
-    about["longppl"] = {"judge": "self", **asdict(EVERY_TARGET)}
-    assert one.about == about.get(protocol, {})
+        tokens_and_places = np.array([targets, targets], dtype="<i8")  # a token is its place
+        region = hashlib.sha256(tokens_and_places.tobytes()).hexdigest()[:16]
+        assert result["region"] == windows.region == region
+    assert len({windows.text for windows in several}) == 1, "every length scores the same targets"
+    lengths = [windows.length for windows in several]
+    assert lengths == ([64] if protocol == "position" else LENGTHS)
 
 
 def test_a_region_is_that_of_the_targets_and_of_their_places(tokens, tmp_path):
-    def regions(tokens, **options):
-        names = ("equal_tokens", "sliding", "tail", "paper")
-        return [windows_of(name, tokens, [64], **options)[0].region for name in names]
-
-    first, *_ = first_regions = regions(tokens)
-    assert len(set(first_regions)) == 3, "equal_tokens and sliding score the same targets"
-    assert windows_of("equal_tokens", tokens, [32])[0].region == first
-    assert regions(tokens, eval_tokens=448)[0] != first
+    text = held_out(tokens, [32, 64])
+    names = ("equal_tokens", "sliding", "tail", "gap", "paper")
+    regions = {name: windows_of(name, text)[1].region for name in names}
+    assert regions["equal_tokens"] == regions["sliding"]
+    assert regions["tail"] == regions["gap"]
+    assert len(set(regions.values())) == 3
     with TokenWriter(tmp_path / "twice", np.uint16) as writer:
         for _ in range(2):
             writer.add(np.arange(600))
-    parts = {}
-    for part in ("train", "valid"):
-        request = Request(TokenFile.open(tmp_path / "twice"), [64], "1,1,0", part, 512)
-        (parts[part],) = PROTOCOLS["equal_tokens"](request)
-    assert parts["train"].text == parts["valid"].text
-    assert parts["train"].region != parts["valid"].region
+    twice = TokenFile.open(tmp_path / "twice")
+    parts = [held_out(twice, [64], "1,1,0", part) for part in ("train", "valid")]
+    (train,), (valid,) = (windows_of("equal_tokens", text) for text in parts)
+    assert train.text == valid.text
+    assert train.region != valid.region
+
+
+def test_a_gap_has_other_text_between_the_ends_of_the_windows_of_tail(tokens):
+    text = held_out(tokens, [16, 64])  # of 513 tokens
+    tails, gaps = windows_of("tail", text), windows_of("gap", text)
+    np.testing.assert_array_equal(tails[0].ids, gaps[0].ids, "too short for a gap")
+    for whole, window in zip(tails[1].ids, gaps[1].ids, strict=True):
+        np.testing.assert_array_equal(whole[:10], window[:10])
+        np.testing.assert_array_equal(whole[55:], window[55:])
+        # 448 tokens are beside the window, 45 are needed: 201 stand between on one side.
+        expected = (whole[-1] + 202 + np.arange(45)) % 513
+        np.testing.assert_array_equal(window[10:55], expected)
+        assert not set(window[10:55]) & set(whole)
+    with pytest.raises(UserError, match=r"needs 45 tokens of .* region has 0 beside"):
+        windows_of("gap", held_out(tokens, [64], eval_tokens=64))
+    with pytest.raises(UserError, match=r"--tail 12: must be 1 to 10, the tokens of an end"):
+        windows_of("gap", text, tail=12)
+
+
+def test_every_option_of_a_protocol_is_a_key_of_its_rows_and_stands_in_the_docs(tokens):
+    table = (ROOT / "docs/evaluation.md").read_text(encoding="utf-8")
+    lines = {line.split("`")[1]: line for line in table.splitlines() if line.startswith("| `")}
+    for name in OF_TEXT:
+        for windows in windows_of(name, held_out(tokens, LENGTHS)):
+            facts = protocol_of(name, SMALL).facts | windows.facts
+            options = [option.name for option in fields(PROTOCOLS[name])]
+            in_rows = [option for option in options if OPTIONS[option].row != "none"]
+            assert facts.keys() - {"epochs"} == set(in_rows)
+            assert None not in facts.values()
+            for option in options:
+                assert f"`--{option.replace('_', '-')}" in lines[name]
+    settings = {name for name, option in OPTIONS.items() if option.row == "setting"}
+    assert settings < set(SETTING), "rows are compared only where these are equal"
+
+
+def test_a_request_is_checked_before_there_is_a_text(tokens):
+    for name in PROTOCOLS:
+        protocol_of(name, SMALL).check(Request([16, 64], 512))
+    for name in ("tail", "gap", "sliding", "position", "longppl", "equal_tokens"):
+        with pytest.raises(UserError, match=r"one window of length 64 needs 64 tokens to predict"):
+            protocol_of(name, SMALL).check(Request([16, 64], 63))
 
 
 def test_losses_by_position_are_those_of_the_buckets_and_their_prefix_curve(tokens):
-    (windows,) = windows_of("position", tokens)
-    result = measured(Known(), windows)
+    (windows,) = windows_of("position", held_out(tokens, LENGTHS))
+    result = measured(LossByPosition(), windows)
     edges = result["position_edges"]
     assert edges == [0, 1, 2, 4, 8, 16, 32, 64]
     by_position = [by_hand(range(1 + position, 513, 64), [position] * 8) for position in range(64)]
@@ -154,25 +204,25 @@ def test_the_protocol_of_the_papers_has_the_references_windows_token_for_token(t
         shutil.copyfile(GOLDEN / f"corpus_text_document{suffix}", tmp_path / f"corpus{suffix}")
     expected = np.load(GOLDEN / "expected_samples.npz")[run["array"]]
     tokens, count = TokenFile.open(tmp_path / "corpus"), run["num_valid"]
-    asked = Request(tokens, [run["valid_seq_length"]], "949,50,1", seed=1235, windows=count)
-    (one,) = PROTOCOLS["paper"](asked)
-    assert len(one.ids) == count
-    np.testing.assert_array_equal(np.stack(one.ids)[: len(expected)], expected[:count])
-    assert set(one.first_scored) == {0}
+    text = held_out(tokens, [run["valid_seq_length"]], "949,50,1", seed=1235)
+    (windows,) = windows_of("paper", text, windows=count)
+    assert len(windows.ids) == count
+    np.testing.assert_array_equal(np.stack(windows.ids)[: len(expected)], expected[:count])
+    assert (windows.counts == windows.length).all()
 
 
 def test_the_protocol_of_the_papers_starts_where_it_is_told_wraps_and_counts_its_epochs(tokens):
-    def ids(**options):
-        (one,) = windows_of("paper", tokens, [16], windows=20, **options)
-        return np.stack(one.ids)
+    def ids(seed=1234, **options):
+        (windows,) = windows_of("paper", held_out(tokens, [16], seed=seed), windows=20, **options)
+        return np.stack(windows.ids)
 
     np.testing.assert_array_equal(ids()[5:], ids(start=5)[:-5])
     assert (ids() != ids(seed=1236)).any()
     available = int(tokens.sizes.sum()) - 1
-    windows = available // min(LENGTHS)
-    for one in windows_of("paper", tokens, windows=windows):
-        epochs = -(-windows * one.length // available)
-        assert one.about == ({"start": 0, "epochs": epochs} if epochs > 1 else {"start": 0})
+    count = available // min(LENGTHS)
+    for windows in windows_of("paper", held_out(tokens, LENGTHS), windows=count):
+        epochs = -(-count * windows.length // available)
+        assert windows.facts == ({"epochs": epochs} if epochs > 1 else {})
     assert epochs == 4, "the longest windows read the part four times"
 
 
@@ -183,9 +233,10 @@ def test_the_protocol_of_the_papers_starts_where_it_is_told_wraps_and_counts_its
 def test_the_targets_of_a_block_follow_each_other_and_blocks_average_to_the_loss(
     long_tokens, protocol
 ):
-    options = {"eval_tokens": 8192, "tail": 64, "windows": 5, "stride": 90}
-    for windows in windows_of(protocol, long_tokens, [96, 320, 700], **options):
-        result = measured(Known(), windows)
+    options = {"tail": 64, "ends": 64, "windows": 5, "stride": 90}
+    text = held_out(long_tokens, [96, 320, 700], eval_tokens=8192)
+    for windows in windows_of(protocol, text, **options):
+        result = measured(LossByPosition(), windows)
         targets = np.concatenate([*windows.targets])
         blocks = np.split(targets, windows.block_starts[1:])
         for block in blocks:
@@ -201,7 +252,7 @@ def test_the_targets_of_a_block_follow_each_other_and_blocks_average_to_the_loss
 
 
 def test_a_length_without_a_perplexity_says_why_and_a_large_batch_what_helps(tokens):
-    class Always(Known):
+    class Always(LossByPosition):
         loss = math.nan
 
         def forward(self, ids, labels):
@@ -210,7 +261,7 @@ def test_a_length_without_a_perplexity_says_why_and_a_large_batch_what_helps(tok
             return torch.full(labels.shape, self.loss)
 
     model = Always().train()
-    (windows,) = windows_of("equal_tokens", tokens, [16])
+    (windows,) = windows_of("equal_tokens", held_out(tokens, [16]))
     cases = {math.nan: "the loss is nan", 800.0: "exp(800) is too large for a number"}
     for model.loss, reason in cases.items():
         row = measured(model, windows)

@@ -8,7 +8,7 @@ from torch import nn
 from megatron.data.tasks import TaskText
 from megatron.evaluation.loaded_run import loaded_model
 from megatron.evaluation.perplexity import measured
-from megatron.evaluation.protocols import Request, task
+from megatron.protocols import HeldOutText, TaskProblems
 from megatron.results.files import read_results
 from tests.checkpoints import make_checkpoint
 from tests.support import call
@@ -24,7 +24,7 @@ class Noise(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1))
         self.logits = torch.randn(len(windows.ids), windows.length, 70)
         self.done = 0
-        for number, (ids, places) in enumerate(zip(windows.ids, windows.answers, strict=True)):
+        for number, (ids, places) in enumerate(zip(windows.ids, windows.scored, strict=True)):
             for turn, place in enumerate(places):
                 token = 0 if (number, turn) in wrong else ids[place + 1]
                 self.logits[number, place, token] = 9.0
@@ -35,7 +35,8 @@ class Noise(nn.Module):
 
 
 def test_answers_alone_are_counted_each_and_as_a_whole():
-    [windows] = task(Request(tokens=RECALL, lengths=[24], part="test", windows=5))
+    text = HeldOutText([24], part="test", tokens=RECALL, samples=print)
+    windows = TaskProblems(windows=5).windows_at(text, 24)
     model = Noise(windows, wrong={(1, 0), (3, 0), (3, 1)})
     row = measured(model, windows, batch_tokens=48)
     assert row["accuracy"] == 3 / 5

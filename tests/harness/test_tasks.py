@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,10 +13,10 @@ from megatron.checkpoints.read import load_for_evaluation
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.errors import UserError
 from megatron.evaluation.perplexity import measured
-from megatron.evaluation.protocols import PROTOCOLS
 from megatron.generation.decode import GenerationSettings
 from megatron.harness import tasks as asking
 from megatron.harness.tasks import existing_rows
+from megatron.protocols import Sliding, windows_of
 from tests.checkpoints import make_checkpoint
 from tests.encodings import every_signature
 from tests.model.test_cache import model as small_model
@@ -118,8 +119,8 @@ def test_rolling_is_our_sliding_protocol_on_the_same_text(opened, length, stride
     tokens = tokenizer.encode(TEXT)[:count]
     text = tokenizer.decode(tokens)
     region = np.array([tokenizer.eod, *tokens])
-    request = SimpleNamespace(region=region, ordered_lengths=[length], stride=stride)
-    (windows,) = PROTOCOLS["sliding"](request)
+    of_text = SimpleNamespace(cut=partial(windows_of, [(0, region)]))
+    windows = Sliding(stride).windows_at(of_text, length)
     ours = measured(model, windows)
     harness = Harness(model, tokenizer, Reading(length, stride))
     (found,) = harness.loglikelihood_rolling(requests((text,)))

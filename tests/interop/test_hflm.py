@@ -17,10 +17,10 @@ from megatron.data.tokenizers.tokenizer import description
 from megatron.data.tokenizers.train import train_tokenizer
 from megatron.errors import UserError
 from megatron.evaluation.perplexity import measured
-from megatron.evaluation.protocols import Windows
 from megatron.generation.with_tokenizer import opened_with_tokenizer
 from megatron.interop.export import export
 from megatron.interop.importing import import_checkpoint
+from megatron.protocols import Windows
 from tests.interop.models import SIZES, a_run, spread
 from tests.support import call
 
@@ -132,7 +132,7 @@ def test_windows_rows_and_exports_have_the_token_before_texts(both, harnesses, t
     if begin:
         inputs[0, 0] = theirs.tokenizer.bos_token_id
     loss = F.cross_entropy(theirs.model(inputs).logits[0], ids[1:]).item()
-    found = measured(ours._model, Windows(LENGTH, [ids.numpy()], [0]))
+    found = measured(ours._model, Windows(LENGTH, [ids.numpy()], [torch.arange(LENGTH).numpy()]))
     assert found["loss"] == pytest.approx(loss, abs=1e-5)
 
     words = f"--checkpoint {run} --prompt The --ignore-eod --temperature 0 -o {tmp_path / 'texts'}"

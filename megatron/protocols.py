@@ -1,0 +1,637 @@
+"""Protocols of evaluation: which windows, and which of their targets count (docs/evaluation.md).
+
+A protocol is one class, and its fields are its options. The command line of evaluate.py, the keys
+of sweeps and of rows, and the notes beneath tables follow from them.
+"""
+
+import hashlib
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.errors import UserError
+from megatron.splits import SPLIT, TASK_PREFIX
+
+logger = logging.getLogger(__name__)
+
+ROUNDING = 1e-5  # nats: losses in float32 differ by less between batch sizes
+BUCKET = 64  # positions that share one mean in the protocol position; the first 64 are cut finer
+# Scored targets of a block, if a row does not say otherwise. Files rely on it: never change it.
+BLOCK = 512
+TOKENS = (1, 2**24)  # beyond, positions are not exact in float32
+MOST = 10**12
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of one length, in the order of the text.
+
+    length: inputs of a window, in tokens
+    ids: [windows] of [length + 1] tokens, mostly views of the text; the last is a target only
+    scored: [windows] of the positions of the targets that count
+    starts: [windows], the place in the corpus of each window's first token; empty for windows that
+        are drawn and not cut, as in paper and task
+    separate: whether each window has blocks of its own; else a block of 512 scored targets may
+        span windows, as long as its targets follow each other in the text
+    edges: [buckets + 1] positions between which a mean loss of its own is wanted; empty for none
+    facts: keys of the protocol for the row that depend on the length, such as {"stride": 256}
+    answers: whether it also counts how often the argmax is right, as in a task
+    rule: protocol longppl, which of the targets are key tokens
+    """
+
+    length: int
+    ids: Sequence[np.ndarray]
+    scored: Sequence[np.ndarray]
+    starts: Sequence[int] = ()
+    separate: bool = False
+    edges: tuple[int, ...] = ()
+    facts: dict[str, Any] = field(default_factory=dict)
+    answers: bool = False
+    rule: "KeyRule | None" = None
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """The number of scored targets of each window: [windows] int64."""
+        return np.array([len(positions) for positions in self.scored], dtype=np.int64)
+
+    @property
+    def targets(self) -> list[np.ndarray]:
+        """The scored targets of each window: [windows] of [count] tokens."""
+        pairs = zip(self.ids, self.scored, strict=True)
+        return [ids[1:][positions] for ids, positions in pairs]
+
+    @property
+    def places(self) -> list[np.ndarray]:
+        """The places in the corpus of the scored targets: [windows] of [count]."""
+        pairs = zip(self.starts, self.scored, strict=True)
+        return [start + 1 + positions for start, positions in pairs]
+
+    @cached_property
+    def text(self) -> str:
+        """16 hex digits of the scored targets; of a task they are those of the whole problems."""
+        return digits(self.ids if self.answers else self.targets)
+
+    @cached_property
+    def region(self) -> str:
+        """16 hex digits of the scored targets in reading order: their tokens and their places.
+
+        So rows of other lengths or protocols that score the same targets agree. Windows without
+        places count whole.
+        """
+        if not self.starts:
+            return digits(self.ids)
+        return digits([*self.targets, *self.places])
+
+    def whole(self, targets: int) -> int:
+        """So many targets that they fill windows, at least the first: `targets` or fewer."""
+        ends = self.counts.cumsum()
+        return int(max(ends[0], ends[ends <= targets].max(initial=0)))
+
+    @property
+    def block_starts(self) -> list[int]:
+        """Numbers of the scored targets that begin a block of 512, in text order.
+
+        A block may span several short windows, and a long window holds several. The targets of a
+        block follow each other in the text.
+        """
+        ends = self.counts.cumsum()
+        firsts = ends - self.counts
+        if self.starts and not self.separate:
+            gaps = np.diff(np.concatenate(self.places)) != 1
+            firsts = np.array([0, *np.flatnonzero(gaps) + 1])
+        starts: list[int] = []
+        for first, end in zip(firsts, [*firsts[1:], ends[-1]], strict=True):
+            starts += range(first, end, BLOCK)
+        return starts
+
+
+def digits(parts: Iterable[np.ndarray]) -> str:
+    """16 hex digits of whole numbers, wherever they are divided."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.astype("<i8").tobytes())
+    return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class KeyRule:
+    """The rule of LongPPL (arXiv 2410.23771) for key tokens, by the losses of a judge in nats.
+
+    alpha: a key token's loss after a short context is more than this above that after a long one,
+        beyond rounding
+    beta: its loss after the long context is below -beta
+    trunc_len: tokens of the short context at least; targets with fewer tokens before them never are
+        key tokens
+    sliding_window: targets after which a short context begins anew; it has up to trunc_len +
+        sliding_window - 1 tokens
+    """
+
+    alpha: float
+    beta: float
+    trunc_len: int
+    sliding_window: int
+
+    def short_windows(self, windows: Windows) -> list[Windows]:
+        """Windows that give each target a short context once, in the order of the targets.
+
+        Target t of a text, counted from 0, follows the tokens from
+        floor((t - trunc_len) / sliding_window) · sliding_window on.
+        """
+        pieces = []
+        for start in range(0, windows.length + 1 - self.trunc_len, self.sliding_window):
+            end = min(start + self.trunc_len + self.sliding_window, windows.length + 1)
+            ids = [text[start:end] for text in windows.ids]
+            length = end - start - 1
+            scored = np.arange(self.trunc_len - 1, length)
+            pieces.append(Windows(length, ids, [scored] * len(ids)))
+        return pieces
+
+    def places(self, long: np.ndarray, short: Sequence[np.ndarray]) -> np.ndarray:
+        """Positions of the key tokens of a window: [keys].
+
+        long: losses of all targets [length]; short: those after short contexts, piece by piece
+        """
+        first = self.trunc_len - 1
+        after_long = long[first:]
+        gain = np.concatenate([np.empty(0), *short]) - after_long
+        # Where far context changes nothing, the batch size would decide at alpha 0.
+        gains_enough = gain > self.alpha + ROUNDING
+        return first + np.flatnonzero(gains_enough & (after_long < -self.beta))
+
+
+# --- What is measured ---
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a part of a corpus, as far as it is known before there is a text.
+
+    lengths: inputs of a window, in tokens, each once, shortest first
+    eval_tokens: targets of the region, at most
+    split: shares of the parts, such as "949,50,1"
+    train_length: of the model
+    judge: protocol longppl, the name of the model that says which tokens are key; self: the model
+        as it was trained
+    """
+
+    lengths: Sequence[int]
+    eval_tokens: int = 327680
+    part: str = "valid"
+    split: str = SPLIT
+    train_length: int = 512
+    judge: str = "self"
+
+    @property
+    def longest(self) -> int:
+        return self.lengths[-1]
+
+    @property
+    def available(self) -> int:
+        """Targets that the part has; without a text as many as are asked for."""
+        return self.eval_tokens
+
+    @property
+    def targets(self) -> int:
+        """Targets of the region: a multiple of the longest length, or a UserError."""
+        longest, available = self.longest, self.available
+        targets = min(self.eval_tokens, available) // longest * longest
+        if targets > 0:
+            return targets
+        limit = f"eval_tokens is {self.eval_tokens}"
+        if available < self.eval_tokens:
+            limit = f"the {self.part} part of the corpus has {max(available, 0)}"
+        raise UserError(
+            f"eval_lengths: one window of length {longest} needs {longest} tokens to predict;"
+            f" {limit} - give shorter lengths, more eval_tokens, a larger corpus,"
+            f" or another split than {self.split}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutText(Request):
+    """A request with its text.
+
+    tokens: the corpus, a TokenFile; for the protocol task a TaskText
+    documents: numbers of the documents of the part
+    samples: (length=, num_samples=) -> the samples of a training on this part
+    """
+
+    tokens: Any
+    documents: range = range(0)
+    samples: Callable[..., Any]
+
+    @property
+    def available(self) -> int:
+        """Targets in the part: all of its tokens but the first."""
+        return self.place(self.documents.stop) - self.place(self.documents.start) - 1
+
+    @cached_property
+    def region(self) -> np.ndarray:
+        """The first text of the part, the same for every length: [targets + 1] tokens.
+
+        Documents stand in file order, each with the EOD that ends it.
+        """
+        targets = self.targets
+        if self.available < self.eval_tokens:
+            logger.info("eval_tokens: the %s part has %d: %d", self.part, self.available, targets)
+        return first_tokens(self.tokens, self.documents, targets + 1)
+
+    def place(self, document: int) -> int:
+        """The place in the corpus of a document's first token."""
+        return int(self.tokens.sizes[:document].sum(dtype=np.int64))
+
+    def cut(self, length: int, step: int, start: int = 0) -> Windows:
+        """Windows of the region from `start` on, `step` tokens apart; all targets count."""
+        pieces = [(self.place(self.documents.start) + start, self.region[start:])]
+        return windows_of(pieces, length, step)
+
+    @cached_property
+    def long_documents(self) -> list[tuple[int, np.ndarray]]:
+        """Documents of a window of the longest length or more, up to eval_tokens: [place, tokens].
+
+        Of each there are as many tokens as whole windows of that length hold, and one.
+        """
+        missing = self.eval_tokens // self.longest  # windows of the longest length
+        pieces = []
+        for document in self.documents:
+            count = min(missing, (int(self.tokens.sizes[document]) - 1) // self.longest)
+            if count > 0:
+                ids = self.tokens.read(document, 0, count * self.longest + 1)
+                pieces.append((self.place(document), ids))
+                missing -= count
+        if not pieces:
+            size = max(int(self.tokens.sizes[document]) for document in self.documents)
+            raise UserError(
+                f"within_document: no document of the {self.part} part has {self.longest + 1}"
+                f" tokens, the longest has {size}, and eval_tokens is {self.eval_tokens}"
+                f" - give lengths up to {max(size - 1, 1)} and as many tokens"
+            )
+        return pieces
+
+
+def windows_of(pieces: Iterable[tuple[int, np.ndarray]], length: int, step: int) -> Windows:
+    """Windows of pieces of text, each with its place, as far as whole ones go in each."""
+    ids: list[np.ndarray] = []
+    starts: list[int] = []
+    for place, text in pieces:
+        for start in range(0, len(text) - length, step):
+            ids.append(text[start : start + length + 1])
+            starts.append(place + start)
+    return Windows(length, ids, [np.arange(length)] * len(ids), starts)
+
+
+def first_tokens(tokens: Any, documents: Iterable[int], count: int) -> np.ndarray:
+    """The first `count` tokens of some documents: [count], or fewer if they have fewer."""
+    pieces = [np.empty(0, dtype=tokens.dtype)]
+    for document in documents:
+        piece = tokens.read(document, 0, min(count, int(tokens.sizes[document])))
+        pieces.append(piece)
+        count -= len(piece)
+        if count == 0:
+            break
+    return np.concatenate(pieces)
+
+
+# --- Protocols ---
+
+
+def option(
+    default: Any,
+    words: str,
+    bounds: tuple[int, int] | None = None,
+    *,
+    usual: str = "",
+    row: str = "setting",
+) -> Any:
+    """A field of a protocol: `--name` of evaluate.py, and the key `name` of sweeps and rows.
+
+    words: for --help
+    bounds: of a whole number; without them it is a number if the default is one, else a path
+    usual: the default in words, where it is None
+    row: setting, a key of rows that are compared with each other only where it is equal; place, one
+        that may differ between the lengths of a table; none, no key
+    """
+    return field(
+        default=default, metadata={"words": words, "bounds": bounds, "usual": usual, "row": row}
+    )
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A protocol: the windows of each length, and the options that make them.
+
+    Pages show the first paragraph of its docstring.
+    """
+
+    def check(self, request: Request) -> None:
+        """Raises UserError for what cannot be measured, as far as the request says."""
+        _ = request.targets
+
+    def lengths(self, request: Request) -> Sequence[int]:
+        """The lengths that have a row."""
+        return request.lengths
+
+    def tokens(self, request: Request, length: int) -> int:
+        """About as many targets are scored at a length."""
+        return request.eval_tokens
+
+    def windows_at(self, text: HeldOutText, length: int) -> Windows:
+        """The windows of one length. The text was checked."""
+        raise NotImplementedError
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The keys of every row: the options that are part of the setting."""
+        names = [option.name for option in fields(self) if option.metadata["row"] == "setting"]
+        return {name: getattr(self, name) for name in names}
+
+
+class EqualTokens(Protocol):
+    """The same held-out tokens for every model and length, cut into windows.
+
+    Tokens near the start of a window have little context. Lengths that divide the longest score the
+    same targets.
+    """
+
+    def windows_at(self, text: HeldOutText, length: int) -> Windows:
+        return text.cut(length, length)
+
+
+@dataclass(frozen=True)
+class Drawn(Protocol):
+    """The same number of windows at every length, each from elsewhere."""
+
+    windows: int = option(320, "windows per length", (1, 10**6), row="none")
+
+    def check(self, request: Request) -> None:
+        """Their windows need no region."""
+
+    def tokens(self, request: Request, length: int) -> int:
+        return self.windows * length
+
+
+@dataclass(frozen=True)
+class Paper(Drawn):
+    """As in the KERPLE and MEP papers: equally many windows at every length, shuffled by the run's
+    seed. The text differs between lengths and between seeds.
+
+    They are those of the reference's dataset, across documents. It starts at window (iteration //
+    eval_interval) * eval_iters, which is 16000 after 50000 iterations, modulo the number of
+    windows.
+    """
+
+    start: int = option(0, "first window", (0, MOST))
+
+    def windows_at(self, text: HeldOutText, length: int) -> Windows:
+        count = self.windows
+        samples = text.samples(length=length, num_samples=count)
+        ids = [samples[number % len(samples)] for number in range(self.start, self.start + count)]
+        epochs = -(-count * length // max(text.available, 1))
+        facts = {"epochs": epochs} if epochs > 1 else {}
+        return Windows(length, ids, [np.arange(length)] * count, separate=True, facts=facts)
+
+
+@dataclass(frozen=True)
+class Tail(Protocol):
+    """Only the last tokens of each window are scored: the same tokens at every length, with more
+    context at longer ones.
+
+    The first block ends at the longest length, and the others follow at a quarter of it each, so
+    that every length has all of its context.
+    """
+
+    tail: int = option(256, "scored tokens of a window", TOKENS)
+
+    def check(self, request: Request) -> None:
+        super().check(request)
+        check_within("--tail", self.tail, request.lengths[0], "the shortest length")
+
+    def windows_at(self, text: HeldOutText, length: int) -> Windows:
+        apart = max(self.tail, text.longest // 4)
+        windows = text.cut(length, apart, text.longest - length)
+        scored = np.arange(length - self.tail, length)
+        return replace(windows, scored=[scored] * len(windows.ids), separate=True)
+
+
+@dataclass(frozen=True)
+class Gap(Tail):
+    """The tokens that the protocol tail scores, with other held-out text in place of all but both
+    ends of each window. What tail has less is what the middle of a text is worth.
+
+    The other text is the middle of what the region has beside the window, read from the window's
+    end on and around: as far from it as the region allows.
+    """
+
+    tail: int = option(128, "scored tokens of a window", TOKENS)
+    ends: int = option(256, "tokens that stay at each end of a window", TOKENS)
+
+    def middle(self, length: int) -> range:
+        """Which of the length + 1 tokens of a window are replaced."""
+        return range(self.ends, length + 1 - self.ends)
+
+    def check(self, request: Request) -> None:
+        super().check(request)
+        check_within("--tail", self.tail, self.ends, "the tokens of an end (--ends)")
+        beside, middle = request.targets - request.longest, len(self.middle(request.longest))
+        if beside < middle:
+            raise UserError(
+                f"--protocol gap: a window of {request.longest} tokens needs {middle} tokens of"
+                f" other text for its middle, the region has {beside} beside it - give shorter"
+                " lengths, more eval_tokens or a larger corpus"
+            )
+
+    def windows_at(self, text: HeldOutText, length: int) -> Windows:
+        windows = super().windows_at(text, length)
+        middle = self.middle(length)
+        beside = text.targets - length
+        region_start = text.place(text.documents.start)
+        mixed = []
+        for start, ids in zip(windows.starts, windows.ids, strict=True):
+            first = start - region_start + len(ids) + (beside - len(middle)) // 2
+            window = ids.copy()
+            places = range(first, first + len(middle))
+            window[middle] = np.take(text.region, places, mode="wrap")
+            mixed.append(window)
+        return replace(windows, ids=mixed)
+
+
+class Position(EqualTokens):
+    """One pass over the longest windows. A shorter length is the mean over their first tokens."""
+
+    def lengths(self, request: Request) -> Sequence[int]:
+        return [request.longest]
+
+    def windows_at(self, text: HeldOutText, length: int) -> Windows:
+        fine = [0, *(2**power for power in range(6))]
+        edges = {*fine, *range(BUCKET, length, BUCKET), *text.lengths}
+        edges_in_window = sorted(edge for edge in edges if edge <= length)
+        return replace(super().windows_at(text, length), edges=tuple(edges_in_window))
+
+
+@dataclass(frozen=True)
+class Sliding(Protocol):
+    """Windows overlap. Each scores only new tokens, so nearly all have a long context.
+
+    Windows move by `stride`, and the last `stride` targets of each count, of the first all. Every
+    target after the first window has a context of length - stride tokens or more.
+    """
+
+    stride: int | None = option(
+        None, "tokens that windows move by", TOKENS, usual="half of each", row="place"
+    )
+
+    def stride_at(self, length: int) -> int:
+        return self.stride or max(1, length // 2)
+
+    def check(self, request: Request) -> None:
+        super().check(request)
+        for length in request.lengths:
+            check_within("--stride", self.stride_at(length), length, "the length of a window")
+
+    def windows_at(self, text: HeldOutText, length: int) -> Windows:
+        stride = self.stride_at(length)
+        windows = text.cut(length, stride)
+        last = np.arange(length - stride, length)
+        scored = [np.arange(length), *[last] * (len(windows.ids) - 1)]
+        return replace(windows, scored=scored, facts={"stride": stride})
+
+
+class WithinDocument(Protocol):
+    """Every window lies inside one document.
+
+    Documents with at least one window of the longest length count, each from its start as far as
+    such windows go, until eval_tokens are reached. Every length scores the same targets.
+    """
+
+    def check(self, request: Request) -> None:
+        """The documents decide."""
+
+    def windows_at(self, text: HeldOutText, length: int) -> Windows:
+        return windows_of(text.long_documents, length, length)
+
+
+@dataclass(frozen=True)
+class LongPPL(Protocol):
+    """LongPPL (arXiv 2410.23771): perplexity over key tokens alone, which a judge predicts well
+    after the whole window and much worse after its last tokens alone. Where each model is its own
+    judge, models have other key tokens.
+    """
+
+    judge: str | None = option(
+        None,
+        "checkpoint that says which tokens are key",
+        usual="the model itself, as it was trained",
+    )
+    alpha: float = option(2.0, "nats that far context gains a key token")
+    beta: float = option(-2.0, "a key token has a loss below -B")
+    trunc_len: int | None = option(
+        None, "tokens of a short context", TOKENS, usual="half of seq_length"
+    )
+    sliding_window: int | None = option(
+        None,
+        "tokens that short contexts move by",
+        TOKENS,
+        usual="a quarter of --trunc-len",
+    )
+
+    def windows_at(self, text: HeldOutText, length: int) -> Windows:
+        # In the paper the short context has 4096 tokens or more.
+        trunc_len = self.trunc_len or max(1, text.train_length // 2)
+        sliding_window = self.sliding_window or max(1, trunc_len // 4)
+        rule = KeyRule(self.alpha, self.beta, trunc_len, sliding_window)
+        facts = {"judge": text.judge, **asdict(rule)}
+        return replace(text.cut(length, length), separate=True, facts=facts, rule=rule)
+
+
+class TaskProblems(Drawn):
+    """Small problems that need distant tokens. Each length has problems of its own, of the largest
+    size that fits; they are the same for every model. Tokens of answers alone are counted.
+    """
+
+    def windows_at(self, text: HeldOutText, length: int) -> Windows:
+        problems = text.tokens.windows(text.part, length, self.windows)
+        ids, marks = problems.swapaxes(0, 1)
+        scored = [np.flatnonzero(marks_of_window[1:]) for marks_of_window in marks]
+        changed = text.tokens.changed_options
+        facts = {"task_args": changed} if changed else {}
+        return Windows(length, list(ids), scored, separate=True, facts=facts, answers=True)
+
+
+TASK = "task"  # the protocol of problems whose answers are counted
+LONGPPL = "longppl"  # the protocol of key tokens
+PROTOCOLS: dict[str, type[Protocol]] = {
+    "equal_tokens": EqualTokens,
+    "paper": Paper,
+    "tail": Tail,
+    "gap": Gap,
+    "position": Position,
+    "sliding": Sliding,
+    "within_document": WithinDocument,
+    LONGPPL: LongPPL,
+    TASK: TaskProblems,
+}
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of one protocol or several.
+
+    defaults: by the protocols that read it
+    kind: the type of its values; words, bounds, usual and row: see `option`
+    """
+
+    defaults: dict[str, Any]
+    kind: Any
+    words: str
+    bounds: tuple[int, int] | None
+    usual: str
+    row: str
+
+    @property
+    def help(self) -> str:
+        """Such as "tail and gap: scored tokens of a window; default: 256 and 128"."""
+        usual = self.usual
+        if not usual:
+            defaults = dict.fromkeys(f"{default:g}" for default in self.defaults.values())
+            usual = " and ".join(defaults)
+        return f"{' and '.join(self.defaults)}: {self.words}; default: {usual}"
+
+
+OPTIONS: dict[str, Option] = {}
+for _name, _protocol in PROTOCOLS.items():
+    for _field in fields(_protocol):
+        _option = OPTIONS.setdefault(_field.name, Option({}, _field.type, **_field.metadata))
+        _option.defaults[_name] = _field.default
+
+
+def protocol_of(name: str, options: Mapping[str, Any]) -> Protocol:
+    """The protocol of this name with those of the options that it reads."""
+    read = {field.name for field in fields(PROTOCOLS[name])}
+    return PROTOCOLS[name](**{key: value for key, value in options.items() if key in read})
+
+
+def description(name: str) -> str:
+    """What a page says of a protocol; nothing of one that it does not know."""
+    if name not in PROTOCOLS:
+        return "This page has no description of this protocol."
+    paragraph, *_ = inspect.cleandoc(PROTOCOLS[name].__doc__ or "").split("\n\n")
+    return paragraph.replace("\n", " ")
+
+
+def usual_protocol(prefix: Path | str | None) -> str:
+    """The protocol of a text or a task, where none is asked for."""
+    return TASK if str(prefix).startswith(TASK_PREFIX) else "equal_tokens"
+
+
+def check_within(option: str, value: int, most: int, what: str) -> None:
+    if not 1 <= value <= most:
+        raise UserError(
+            f"{option} {value}: must be 1 to {most}, {what}"
+            " - give another number, or longer lengths"
+        )
