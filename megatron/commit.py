@@ -6,11 +6,11 @@ from pathlib import Path
 
 def commit() -> str | None:
     """The commit of the code that runs, with "+" where files were changed; None outside git."""
-    here = Path(__file__).parent
+    folder = Path(__file__).parent
     try:
         ask = ["git", "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"]
         return subprocess.run(
-            ask, cwd=here, capture_output=True, text=True, check=True, timeout=10
+            ask, cwd=folder, capture_output=True, text=True, check=True, timeout=10
         ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None

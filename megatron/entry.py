@@ -55,13 +55,13 @@ def run(
 
     def command() -> int | None:
         words = sys.argv[1:] if argv is None else argv
-        given = parser.parse_intermixed_args(settings_first(words))
-        files, overrides = split_words(given.words, given.conf_dir)
-        config = load_configuration(files, overrides, given, purpose, needed=config_needed)
+        arguments = parser.parse_intermixed_args(settings_first(words))
+        files, overrides = split_words(arguments.words, arguments.conf_dir)
+        config = load_configuration(files, overrides, arguments, purpose, needed=config_needed)
         if config is not None:
             print_notes(config.notes)
         with left_at_the_end():
-            return main(config, given)
+            return main(config, arguments)
 
     try:
         status = status_of(command)
@@ -100,12 +100,12 @@ def settings_first(words: Sequence[str]) -> list[str]:
 
     The word after an option such as `--text` stays with it.
     """
-    settings, others = [], []
+    settings, words_of_options = [], []
     for before, word in zip(["", *words], words, strict=False):
         is_value_of_option = before.startswith("-") and "=" not in before
-        kind = others if is_value_of_option or not is_override(word) else settings
+        kind = words_of_options if is_value_of_option or not is_override(word) else settings
         kind.append(word)
-    return settings + others
+    return settings + words_of_options
 
 
 def load_configuration(

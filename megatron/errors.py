@@ -106,7 +106,7 @@ def control_fault(value: object) -> str | None:
 
 def closest(name: str, names: Iterable[str]) -> str | None:
     """The one of `names` that is spelled most like `name`, whatever the case; None if none is."""
-    by_lower_case = {known.lower(): known for known in names}
+    by_lower_case = {spelling.lower(): spelling for spelling in names}
     matches = difflib.get_close_matches(name.lower(), list(by_lower_case), n=1)
     return by_lower_case[matches[0]] if matches else None
 

@@ -44,7 +44,7 @@ def owned_file(path: Path, key: str) -> AbstractContextManager[None]:
 @contextmanager
 def _owned(path: Path, file: Path, key: str) -> Iterator[None]:
     folder = file.parent
-    new_folders = [one for one in (folder, *folder.parents) if not one.exists()]
+    new_folders = [place for place in (folder, *folder.parents) if not place.exists()]
     lock = FileLock(file, timeout=0, mode=0o666)
     try:
         try:

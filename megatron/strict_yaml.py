@@ -24,7 +24,7 @@ class Loader(yaml.SafeLoader):
 
     def mapping(self, node: yaml.MappingNode) -> dict[str, Any]:
         """A mapping with `_` for the `-` of its keys; its own keys win over those of `<<`."""
-        own = [pair for pair in node.value if pair[0].tag != f"{TAG}merge"]
+        direct = [pair for pair in node.value if pair[0].tag != f"{TAG}merge"]
         self.flatten_mapping(node)
         values: dict[str, Any] = {}
         lines: dict[str, int] = {}
@@ -39,7 +39,7 @@ class Loader(yaml.SafeLoader):
                 )
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
             values[key] = value
-            if pair in own:
+            if pair in direct:
                 lines.setdefault(key, line)
         return values
 
@@ -58,19 +58,19 @@ Loader.add_implicit_resolver(
 )
 
 
-def written_out(node: yaml.Node, known: dict[int, float]) -> float:
+def written_out(node: yaml.Node, counts: dict[int, float]) -> float:
     """How many values a node stands for, with every alias written out: nine lines can be a billion.
 
     known: the counts so far, by the identity of a node; one that holds itself is infinite
     """
     identity = id(node)
-    if identity not in known:
-        known[identity] = math.inf
+    if identity not in counts:
+        counts[identity] = math.inf
         parts = node.value if isinstance(node, yaml.CollectionNode) else []
         if isinstance(node, yaml.MappingNode):
             parts = [part for pair in parts for part in pair]
-        known[identity] = 1 + sum(written_out(part, known) for part in parts)
-    return known[identity]
+        counts[identity] = 1 + sum(written_out(part, counts) for part in parts)
+    return counts[identity]
 
 
 def parse(text: str) -> Any:

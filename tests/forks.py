@@ -42,8 +42,8 @@ def become(
         os.environ.clear()
         os.environ.update(env)
         sys.argv = list(words)
-        others = [place for place in sys.path if not place.startswith(str(ROOT / "tests"))]
-        sys.path[:] = [str(Path(words[0]).resolve().parent), *others]
+        places = [place for place in sys.path if not place.startswith(str(ROOT / "tests"))]
+        sys.path[:] = [str(Path(words[0]).resolve().parent), *places]
         runpy.run_path(words[0], run_name="__main__")
         status = 0
     except SystemExit as end:

@@ -207,7 +207,10 @@ def experiments(table: str) -> Iterator[Experiment]:
 
 def one_of_each(table: str) -> list[Experiment]:
     """One experiment of each pos-emb, alibi_scaling and base file."""
-    by_kind = {(one.pos_emb, one.scaling, one.bases["train"]): one for one in experiments(table)}
+    by_kind = {
+        (experiment.pos_emb, experiment.scaling, experiment.bases["train"]): experiment
+        for experiment in experiments(table)
+    }
     return [*by_kind.values()]
 
 
@@ -235,9 +238,9 @@ def write_bases(folder: Path) -> None:
         (folder / f"{name}.yml").write_text(text)
 
 
-def files_of(one: Experiment, folder: Path, position: str) -> list[Path]:
+def files_of(experiment: Experiment, folder: Path, position: str) -> list[Path]:
     """What the forks' scripts give to train.py; the experiment is written into the folder."""
-    path = folder / f"{one.stem}.yml"
-    path.write_text(one.text)
-    files = [folder / "local_setup", folder / one.bases[position], path]
+    path = folder / f"{experiment.stem}.yml"
+    path.write_text(experiment.text)
+    files = [folder / "local_setup", folder / experiment.bases[position], path]
     return [*files, folder / "length_4096"] if position == "evaluate" else files

@@ -89,9 +89,9 @@ class _Answer(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
-        wanted = self.headers.get("Range")
+        byte_range = self.headers.get("Range")
         path = self.path.partition("?")[0]
-        self.server.asked.append((path, wanted))
+        self.server.asked.append((path, byte_range))
         shown = self.server.files.get(path)
         if shown is None or shown.status:
             # What the hub says of a path that it does not have.
@@ -103,7 +103,7 @@ class _Answer(BaseHTTPRequestHandler):
         elif shown.location is not None:
             self._head(302, 0, {"Location": shown.location})
         else:
-            self._send(shown, wanted)
+            self._send(shown, byte_range)
 
     def _head(self, status: int, length: int, headers: Mapping[str, str]) -> None:
         self.send_response(status)
@@ -112,12 +112,12 @@ class _Answer(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(length))
         self.end_headers()
 
-    def _send(self, shown: Shown, wanted: str | None) -> None:
+    def _send(self, shown: Shown, byte_range: str | None) -> None:
         tag = f'"{hashlib.sha256(shown.content).hexdigest()}"'
         whole = len(shown.content)
         start, end = 0, whole
-        if wanted and self.headers.get("If-Range", tag) == tag:
-            first, last = wanted.removeprefix("bytes=").split("-")
+        if byte_range and self.headers.get("If-Range", tag) == tag:
+            first, last = byte_range.removeprefix("bytes=").split("-")
             start, end = int(first), min(whole, int(last or whole) + 1)
         body = shown.content[start:end]
         if start and not body:
@@ -129,9 +129,9 @@ class _Answer(BaseHTTPRequestHandler):
         length = len(body) if shown.length is None else shown.length - start
         self._head(206 if len(body) < whole else 200, length, headers)
         if self.command == "GET":
-            kept = shown.breaks.pop(0) if shown.breaks else length
-            self.wfile.write(body[:kept])
-            self.close_connection = len(body[:kept]) < length
+            length = shown.breaks.pop(0) if shown.breaks else length
+            self.wfile.write(body[:length])
+            self.close_connection = len(body[:length]) < length
 
     def log_message(self, *_: object) -> None:
         """Nothing on stderr."""

@@ -67,8 +67,8 @@ def call(script: str, *words: object) -> subprocess.CompletedProcess[str]:
 
 def unlaunched(root: Path = ROOT) -> dict[str, str]:
     """The environment without what a launcher says in it, with the package of this folder."""
-    kept = {key: value for key, value in os.environ.items() if key not in LAUNCHED}
-    return kept | {"PYTHONPATH": str(root)}
+    environment = {key: value for key, value in os.environ.items() if key not in LAUNCHED}
+    return environment | {"PYTHONPATH": str(root)}
 
 
 def modules() -> list[str]:

@@ -31,10 +31,10 @@ def ended(fault: BaseException) -> int:
 
 
 def test_a_fault_of_ours_is_one_line_and_a_file_without_values(tmp_path, capsys, monkeypatch):
-    here, temporary = tmp_path / "here", tmp_path / "temporary"
-    here.mkdir()
+    folder, temporary = tmp_path / "here", tmp_path / "temporary"
+    folder.mkdir()
     temporary.mkdir()
-    monkeypatch.chdir(here)
+    monkeypatch.chdir(folder)
     monkeypatch.setattr(cli_errors.tempfile, "gettempdir", lambda: str(temporary))
 
     def command() -> int:
@@ -42,7 +42,7 @@ def test_a_fault_of_ours_is_one_line_and_a_file_without_values(tmp_path, capsys,
         raise RuntimeError(f"it broke{password and ''}\nsecond line")
 
     assert status_of(command) == 1
-    (file,) = here.iterdir()
+    (file,) = folder.iterdir()
     assert re.fullmatch(rf"traceback-\d{{8}}-\d{{6}}-{os.getpid()}\.txt", file.name)
     assert capsys.readouterr().err == (
         f"internal error: RuntimeError: it broke - the traceback is in {file};"
@@ -61,7 +61,7 @@ def test_a_fault_of_ours_is_one_line_and_a_file_without_values(tmp_path, capsys,
 
     monkeypatch.setattr(Path, "write_text", full)
     assert ended(KeyError("x")) == 1
-    assert [*here.iterdir()] == []  # what was written of it is gone
+    assert [*folder.iterdir()] == []  # what was written of it is gone
     (file,) = temporary.iterdir()
     file.unlink()
     temporary.rmdir()
@@ -172,6 +172,6 @@ def test_every_command_reads_paths_so():
         for call in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
             if not isinstance(call, ast.Call):
                 continue
-            written = {one.arg: ast.unparse(one.value) for one in call.keywords}
+            written = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
             if written.get("metavar") in ("'FILE'", "'DIR'", "'PREFIX'", "'FOLDER'", "'PAGE'"):
                 assert written.get("type") in ("Path", "'path'"), (script, ast.unparse(call))

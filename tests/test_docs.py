@@ -91,8 +91,8 @@ def commands(page: str) -> list[str]:
     lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
     for row in re.findall(r"^\|.*$", text, re.MULTILINE):
-        found = re.findall(r"`(python [^`]+)`", row)
-        lines += [line for line in found if not re.search(r"\b[A-Z]{3,}\b", line)]
+        matches = re.findall(r"`(python [^`]+)`", row)
+        lines += [line for line in matches if not re.search(r"\b[A-Z]{3,}\b", line)]
     for block in blocks(page, "bash"):
         assert "srun" not in block or "export MASTER_ADDR=" in block  # a run needs it there
         lines += [line for line in block.splitlines() if line.startswith("srun ")]
@@ -135,9 +135,9 @@ def clone(tmp_path_factory, forks) -> Path:
         write_bases(folder / name)
         for file in (folder / name).glob("length_*.yml"):
             file.rename(folder / name / "lengths" / file.name)
-        for one in experiments(table):
-            if one.seed == 1235 and one.name.startswith(("kerple_log", "ali_tanh")):
-                (folder / name / "exp_configs" / f"{one.stem}.yml").write_text(one.text)
+        for entry in experiments(table):
+            if entry.seed == 1235 and entry.name.startswith(("kerple_log", "ali_tanh")):
+                (folder / name / "exp_configs" / f"{entry.stem}.yml").write_text(entry.text)
     for page, language, name in FILES:
         (folder / name).write_text(blocks(page, language)[0])
     return folder
@@ -155,7 +155,7 @@ def succeed(forks, folder: Path, command: str, more: list[str] | None = None) ->
         del words[1]
     words = [name for word in words for name in expanded(word, folder)]
     done = forks.run(*words[1:], *(more or []), cwd=folder, env=environment, timeout=300)
-    expected = next((said for word, said in NEEDS_A_NETWORK.items() if word in command), None)
+    expected = next((message for word, message in NEEDS_A_NETWORK.items() if word in command), None)
     if expected is not None:
         assert done.returncode == 1, command
         assert expected in done.stderr
@@ -217,7 +217,7 @@ def test_the_questions_settings_and_its_two_nodes_are_understood(tmp_path):
 def anchors(text: str) -> set[str]:
     """The names that GitHub gives headings: letters, digits and spaces as hyphens."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", one.strip().lower()).replace(" ", "-") for one in headings}
+    return {re.sub(r"[^\w\- ]", "", entry.strip().lower()).replace(" ", "-") for entry in headings}
 
 
 def test_every_link_leads_somewhere():

@@ -26,7 +26,7 @@ def status(main, *words, **settings):
     return ended.value.code
 
 
-def nothing(config, given):
+def nothing(config, options):
     return 0
 
 
@@ -34,8 +34,8 @@ def test_files_settings_and_options_may_mix(tmp_path):
     (tmp_path / "tiny.yml").write_text("\n".join(SIZES).replace("=", ": "))
     calls = []
 
-    def main(config, given):
-        calls.append((config.training.seed, config.position.pos_emb, given.lengths))
+    def main(config, options):
+        calls.append((config.training.seed, config.position.pos_emb, options.lengths))
         return 3
 
     words = ["tiny", "seed=7", "-d", str(tmp_path), "--lengths", "64", "128", "pos_emb=alibi"]
@@ -46,7 +46,7 @@ def test_files_settings_and_options_may_mix(tmp_path):
 
 
 def test_a_fault_is_one_message_of_the_rank_that_has_it(capsys, monkeypatch):
-    def main(config, given):
+    def main(config, options):
         raise UserError("save: is full - free some space")
 
     assert status(nothing, *SIZES, "sed=1") == 1
@@ -67,8 +67,8 @@ def test_a_status_and_what_runs_at_the_end_survive_two_ranks():
         "def main(config, options): raise SystemExit(3)",
         "entry.run(main, config_needed=False, argv=[])",
     ]
-    found = run("-c", "\n".join(lines), env=dict.fromkeys(LAUNCHED, "2"))
-    assert (found.returncode, found.stdout.split()) == (3, ["first", "last"]), found.stderr
+    done = run("-c", "\n".join(lines), env=dict.fromkeys(LAUNCHED, "2"))
+    assert (done.returncode, done.stdout.split()) == (3, ["first", "last"]), done.stderr
 
 
 def test_notes_are_printed_once_by_the_first_process_and_many_without_effect_are_one(
@@ -97,10 +97,10 @@ def test_the_purpose_says_which_keys_are_needed_and_a_checkpoint_has_them(tmp_pa
     calls = []
     settings = {"purpose": "evaluate", "config_needed": False}
     words = ["--checkpoint", str(tmp_path / "run")]
-    assert status(lambda config, given: calls.append(config), *words, **settings) == 0
+    assert status(lambda config, options: calls.append(config), *words, **settings) == 0
     assert calls == [None]
     words += ["eval_tokens=7"]
-    assert status(lambda config, given: calls.append(config), *words, **settings) == 0
+    assert status(lambda config, options: calls.append(config), *words, **settings) == 0
     assert (calls[1].training.seed, calls[1].evaluation.eval_tokens) == (5, 7)
     words = ["--checkpoint", str(tmp_path / "no"), "eval_tokens=7"]
     assert status(nothing, *words) == 1

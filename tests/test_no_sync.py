@@ -84,8 +84,12 @@ class Warned:
     def __exit__(self, *_: object) -> None:
         torch.cuda.set_sync_debug_mode("default")
         self.warnings.__exit__(None, None, None)
-        ours = [one for one in self.caught if Path(one.filename).is_relative_to(PACKAGE)]
-        self.found = [f"{Path(one.filename).name}:{one.lineno}: {one.message}" for one in ours]
+        ours = [
+            warning for warning in self.caught if Path(warning.filename).is_relative_to(PACKAGE)
+        ]
+        self.found = [
+            f"{Path(warning.filename).name}:{warning.lineno}: {warning.message}" for warning in ours
+        ]
 
 
 def between_logs(monkeypatch, watching: Watching | Warned) -> None:

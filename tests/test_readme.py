@@ -59,8 +59,8 @@ def clone(tmp_path_factory, forks) -> Path:
     (folder / "openwebtext2.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
     results = (ROOT / "docs" / "demo.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     for name in ("mep_free", "rotary"):  # make demo's results
-        of_name = [line for line in results if f'"{name}"' in line]
-        (folder / "demo" / f"{name}.jsonl").write_text("".join(of_name))
+        named = [line for line in results if f'"{name}"' in line]
+        (folder / "demo" / f"{name}.jsonl").write_text("".join(named))
     make_texts(folder / "texts")  # in place of make demo's packages
     words = "--input texts --name pure_python -t HFTokenizer --vocab-size 600 -d demo/data"
     succeed(forks, folder, f"python prepare_data.py {words}")

@@ -63,15 +63,15 @@ def tree(file: str) -> ast.Module:
 @cache
 def imports(file: str) -> frozenset[str]:
     """Dotted names of everything that a file imports, inside functions too."""
-    found = set()
+    names = set()
     for node in ast.walk(tree(file)):
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             package = Path(file).with_suffix("").parts[: -node.level] if node.level else ()
             base = ".".join([*package, *([node.module] if node.module else [])])
-            found.update(f"{base}.{alias.name}" for alias in node.names)
-    return frozenset(found)
+            names.update(f"{base}.{alias.name}" for alias in node.names)
+    return frozenset(names)
 
 
 def part(name: str) -> str:
@@ -102,8 +102,8 @@ def test_positions_and_attention_know_only_torch():
     for file in PACKAGE:
         if part(file) in TORCH_ONLY:
             tops = {name.split(".")[0] for name in imports(file)} - sys.stdlib_module_names
-            known = {"torch", "megatron"} | ({"triton"} if file == TRITON_PROGRAMS else set())
-            assert tops <= known, f"{file} imports {tops}"
+            allowed = {"torch", "megatron"} | ({"triton"} if file == TRITON_PROGRAMS else set())
+            assert tops <= allowed, f"{file} imports {tops}"
 
 
 def test_data_and_evaluation_take_plain_numbers_not_the_configuration():
@@ -165,15 +165,15 @@ def requirements(*files: str) -> list[Requirement]:
 
 
 def test_constraints_fix_every_requirement_inside_its_tested_range():
-    fixed = {canonicalize_name(one.name): one for one in requirements("constraints.txt")}
-    for wanted in requirements("requirements.txt", "requirements-dev.txt"):
-        assert canonicalize_name(wanted.name) in fixed, (
-            f"constraints.txt does not fix {wanted.name}"
+    fixed = {canonicalize_name(pin.name): pin for pin in requirements("constraints.txt")}
+    for requirement in requirements("requirements.txt", "requirements-dev.txt"):
+        assert canonicalize_name(requirement.name) in fixed, (
+            f"constraints.txt does not fix {requirement.name}"
         )
-        (pin,) = fixed[canonicalize_name(wanted.name)].specifier
+        (pin,) = fixed[canonicalize_name(requirement.name)].specifier
         assert pin.operator == "=="
-        assert wanted.specifier.contains(pin.version), (
-            f"{wanted.name}: {pin} is outside {wanted.specifier}"
+        assert requirement.specifier.contains(pin.version), (
+            f"{requirement.name}: {pin} is outside {requirement.specifier}"
         )
 
 

@@ -56,5 +56,5 @@ def test_ranks_of_one_machine_use_its_loopback_interface_and_no_others(monkeypat
         assert chosen("node1.invalid", 16, LOCAL_WORLD_SIZE="8") == {None}
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "192.0.2.9")
     assert chosen("192.0.2.1", 16) == {None}
-    own = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "ib0"}
-    assert chosen("node1", 1, **own) == {"eth0", "ib0"}
+    interfaces = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "ib0"}
+    assert chosen("node1", 1, **interfaces) == {"eth0", "ib0"}

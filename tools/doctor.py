@@ -219,7 +219,7 @@ def folder(path: Path, subject: str, *, enough: int, least: int) -> Diagnosis:
 
     enough: bytes below which it is a warning; least: bytes below which a run would stop
     """
-    existing = next(one for one in (path, *path.absolute().parents) if one.exists())
+    existing = next(place for place in (path, *path.absolute().parents) if place.exists())
     try:
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=existing) as trial:
             (Path(trial) / "written").write_text("whole\n")

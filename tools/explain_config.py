@@ -98,8 +98,8 @@ def training_tokens(config: Config, groups: int) -> int:
 
 def training_flops(config: Config, groups: int) -> float:
     """Operations of the whole training, forward and backward."""
-    of_token = forward_flops(config, likely_rows(config), config.model.seq_length)
-    return BACKWARD * of_token * training_tokens(config, groups)
+    per_token = forward_flops(config, likely_rows(config), config.model.seq_length)
+    return BACKWARD * per_token * training_tokens(config, groups)
 
 
 def key_lines(config: Config, *, only_given: bool) -> Iterator[str]:

@@ -50,11 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError as fault:
             raise UserError(str(fault)) from None
         report = Report()
-        given = translate(source, report)
-        complete_recipe([source], given, report)
-        encoding = given.get("pos_emb")
+        settings = translate(source, report)
+        complete_recipe([source], settings, report)
+        encoding = settings.get("pos_emb")
         if encoding in REGISTRY:
-            fold(given, set(options_of(encoding)), report)
+            fold(settings, set(options_of(encoding)), report)
         elif encoding is not None:
             report.fault(f"pos_emb: no encoding is called {encoding!r}")
         if report.faults:
@@ -73,8 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 lines.append(
                     "# pos_emb: these kernels were derived from the file's name; check them"
                 )
-                given |= {"pos_emb": "mep", "pos_emb_args": named}
-        lines += [f"{key}: {_flow(value)}" for key, value in given.items()]
+                settings |= {"pos_emb": "mep", "pos_emb_args": named}
+        lines += [f"{key}: {_flow(value)}" for key, value in settings.items()]
         text = "\n".join(lines) + "\n"
         print(visible(f"--- {path}\n{text}"))
         if options.output is not None:
@@ -102,7 +102,9 @@ def mixture_named(stem: str, pos_emb: str) -> dict[str, Any] | str:
         elif word in words["kernels"]:
             kernels.append(deepcopy(words["kernels"][word]))
         elif word and word not in words["silent"]:
-            reasons = [why for known, why in words["unknown"].items() if word.startswith(known)]
+            reasons = [
+                why for beginning, why in words["unknown"].items() if word.startswith(beginning)
+            ]
             return reasons[0] if reasons else f"its word {word!r} is not known"
     if not kernels:
         return "it names no kernels"

@@ -80,8 +80,8 @@ def main(argv: list[str] | None = None) -> int:
             print(line)
         return 0
     if absent:
-        others = "or take the cells that have their data: tools/sweep.py run --only AXIS=VALUE"
-        raise UserError("\n".join([*absent, others]))
+        alternative = "or take the cells that have their data: tools/sweep.py run --only AXIS=VALUE"
+        raise UserError("\n".join([*absent, alternative]))
 
     runner = Runner(lambda text: print(f"{text}\n", end="", flush=True))  # whole lines of threads
     if options.launcher == "local":

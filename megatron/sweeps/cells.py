@@ -17,6 +17,7 @@ from typing import Annotated, Any, Self, cast
 from filelock import FileLock, Timeout
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     StringConstraints,
@@ -97,6 +98,12 @@ def _hint(name: str, usual: Iterable[str], names: Iterable[str]) -> str:
     return f"{did_you_mean(name, names)} use {', '.join(usual)}".strip()
 
 
+# A label alone, without options, is one too.
+Request = Annotated[
+    EvaluationRequest, BeforeValidator(lambda value: {} if value is None else value)
+]
+
+
 class SweepFile(BaseModel):
     """The form of a sweep file (docs/sweeps.md)."""
 
@@ -105,7 +112,7 @@ class SweepFile(BaseModel):
     settings: Values = {}
     grid: Annotated[dict[str, Axis], Field(min_length=1)]
     exclude: list[Values] = []
-    evaluate: dict[Label, EvaluationRequest | None] = {}
+    evaluate: dict[Label, Request] = {}
 
 
 @dataclass(frozen=True)
@@ -216,9 +223,8 @@ def load_sweep(
     excluded = [rule for several in parts.exclude for rule in _rules(several)]
     points = [point for point in grid if not any(_holds(rule, point) for rule in excluded)]
     rules = [("exclude", rule, grid) for rule in excluded]
-    for label, asked in parts.evaluate.items():
-        if asked is not None:
-            rules += [(f"evaluate.{label}.only", rule, points) for rule in _rules(asked.only)]
+    for label, request in parts.evaluate.items():
+        rules += [(f"evaluate.{label}.only", rule, points) for rule in _rules(request.only)]
     for place, rule, several in rules:
         if not any(_holds(rule, point) for point in several):
             raise UserError(f"{file}: {place}: no cell has {rule} - {_axes(parts)}")
@@ -233,23 +239,22 @@ def load_sweep(
             )
     for word in only:
         axis, _, text = word.partition("=")
-        wanted = text.split(",")
-        if not {str(point.get(axis)) for point in points}.issuperset(wanted):
+        values = text.split(",")
+        if not {str(point.get(axis)) for point in points}.issuperset(values):
             raise UserError(f"--only: {word}: {file} has no such cells - {_axes(parts)}")
-        points = [point for point in points if str(point[axis]) in wanted]
+        points = [point for point in points if str(point[axis]) in values]
 
     home = Path(folder) if folder else Path("runs/sweeps") / file.stem
     cells: list[Cell] = []
-    names_of: dict[str, list[str]] = {}  # the cells that have a fault
+    faulty: dict[str, list[str]] = {}  # names of cells by their fault
     for values in points:
         try:
             cells.append(_cell(parts, values, home, file))
         except UserError as fault:
-            names_of.setdefault(str(fault), []).append(_name(values))
-    if names_of:
+            faulty.setdefault(str(fault), []).append(_name(values))
+    if faulty:
         lines = [f"{file}: {len(points) - len(cells)} of {len(points)} cells cannot be run"]
-        for fault, names in names_of.items():
-            lines.append(f"{names[0]} ({len(names)} cells): {fault}")
+        lines += [f"{names[0]} ({len(names)} cells): {fault}" for fault, names in faulty.items()]
         raise UserError("\n".join(lines))
     return Sweep(file.stem, file, home, tuple(cells))
 
@@ -290,8 +295,8 @@ def _cell(parts: SweepFile, values: Values, home: Path, path: Path) -> Cell:
     """One point of the grid; path: the file of the sweep."""
     files = []
     for name in parts.base:  # from the sweep's own folder, else from the project's root
-        own = path.parent / expanded(name)
-        files.append(own if own.is_file() else ROOT / name)
+        neighbour = path.parent / expanded(name)
+        files.append(neighbour if neighbour.is_file() else ROOT / name)
     settings = dict(parts.settings)
     for axis, value in values.items():
         choices = parts.grid[axis]
@@ -317,27 +322,27 @@ def _cell(parts: SweepFile, values: Values, home: Path, path: Path) -> Cell:
 
     measured = config.evaluation
     evaluations = []
-    for label, asked in parts.evaluate.items():
-        asked = asked or EvaluationRequest()
-        if any(_holds(rule, values) for rule in _rules(asked.only)):
-            words = _words(asked.options)
-            # Options of evaluate.py are refused here, before anything is trained.
-            as_asked = config
-            for key in asked.options.keys() & KEYS.keys():
-                section = getattr(as_asked, KEYS[key]).model_copy(update={key: asked.options[key]})
-                as_asked = replace(as_asked, **{KEYS[key]: section})
-            others = {key: value for key, value in asked.options.items() if key not in KEYS}
-            try:
-                check_options(as_asked, options_of_words(_words(others)))
-            except UserError as fault:
-                raise UserError(f"evaluate.{label}: {fault}") from None
-            shaping = [measured.eval_lengths, measured.eval_tokens, measured.eval_part]
-            for config_hash in reversed(config.hashes):
-                text = json.dumps([config_hash, words, *shaping])
-                name = f"{label}-{fingerprint(text)[:6]}"
-                if (folder / "evaluation" / f"{name}.jsonl").exists():  # of an earlier version
-                    break
-            evaluations.append(EvaluationCall(name, tuple(words), asked.options))
+    for label, request in parts.evaluate.items():
+        if not any(_holds(rule, values) for rule in _rules(request.only)):
+            continue
+        # Options of evaluate.py are refused here, before anything is trained.
+        changed = config
+        for key in request.options.keys() & KEYS.keys():
+            section = getattr(changed, KEYS[key]).model_copy(update={key: request.options[key]})
+            changed = replace(changed, **{KEYS[key]: section})
+        words = _words(request.options)
+        try:
+            measuring = {key: value for key, value in request.options.items() if key not in KEYS}
+            check_options(changed, options_of_words(_words(measuring)))
+        except UserError as fault:
+            raise UserError(f"evaluate.{label}: {fault}") from None
+        shaping = [measured.eval_lengths, measured.eval_tokens, measured.eval_part]
+        for config_hash in reversed(config.hashes):
+            text = json.dumps([config_hash, words, *shaping])
+            name = f"{label}-{fingerprint(text)[:6]}"
+            if (folder / "evaluation" / f"{name}.jsonl").exists():  # of an earlier version
+                break
+        evaluations.append(EvaluationCall(name, tuple(words), request.options))
     return Cell(_name(values), values, folder, config, tuple(evaluations))
 
 
@@ -351,14 +356,9 @@ def _words(options: Mapping[str, Any]) -> list[str]:
     for key, value in options.items():
         if key in KEYS:
             words.append(f"{key}={json.dumps(value)}")
-            continue
-        option = "--" + key.replace("_", "-")
-        if value is False and isinstance(getattr(Options, key, None), bool):
-            continue
-        several = value if isinstance(value, list) else [value]
-        if value is True:
-            several = []
-        words += [option, *map(str, several)]
+        elif value is not False or not isinstance(getattr(Options, key, None), bool):
+            values = [] if value is True else value if isinstance(value, list) else [value]
+            words += ["--" + key.replace("_", "-"), *map(str, values)]
     return words
 
 
@@ -394,21 +394,20 @@ def state_of(cell: Cell) -> State:
     try:
         step = latest_step(cell.folder) or 0
         if step:
-            kept = read_record(find(cell.folder, step))["config_hash"]
-            if kept not in cell.config.hashes:
-                note = f"{cell.folder} holds a run of configuration {kept}, not {cell.config.hash}"
-                return State("foreign", step, note=note)
+            trained = read_record(find(cell.folder, step))["config_hash"]
+            if trained not in cell.config.hashes:
+                note = f"{cell.folder} holds a run of configuration {trained},"
+                return State("foreign", step, note=f"{note} not {cell.config.hash}")
         is_trained = step >= cell.steps
         missing = cell.evaluations
         if is_trained:
-            missing = tuple(one for one in cell.evaluations if not cell.rows(one))
+            missing = tuple(call for call in cell.evaluations if not cell.rows(call))
             if not missing:
                 return State("done", step)
         if failure.exists():
             note = read_small(failure, LONGEST_FAILURE).decode("utf-8", "backslashreplace")
             return State("failed", step, missing, visible(note.strip()))
-        kind = "stopped" if step else "waiting"
-        kind = "trained" if is_trained else kind
+        kind = "trained" if is_trained else "stopped" if step else "waiting"
         if (cell.folder / "lock").exists():  # else nobody has ever worked on it
             with cell.lock.acquire(timeout=0):
                 pass
@@ -471,9 +470,7 @@ def seconds_per_step(cell: Cell) -> float | None:
         raise UserError(f"{path}: is damaged ({fault}) - remove that line, or the file") from None
     logged = [record.get("seconds_per_step") for record in records if record.get("kind") == "train"]
     seconds = [value for value in logged if value]
-    if len(seconds) < 2:
-        return None
-    return statistics.median(seconds[1:])
+    return statistics.median(seconds[1:]) if len(seconds) > 1 else None
 
 
 def collect(sweep: Sweep) -> list[Row]:
@@ -489,8 +486,7 @@ def collect(sweep: Sweep) -> list[Row]:
             continue
         folder = sweep.folder / _name(row.get("cell", {}))
         with contextlib.suppress(UserError):  # no such run
-            kept = read_record(find(folder, row["step"]))["config_hash"]
-            if kept == row["config_hash"]:
+            if read_record(find(folder, row["step"]))["config_hash"] == row["config_hash"]:
                 rows.append(row)
     if rows:
         write_lines(sweep.results, rows)

@@ -55,7 +55,7 @@ def cost(sweep: Sweep, states: Sequence[State]) -> tuple[int, float]:
         untrained = max(0, cell.steps - state.step) * windows_per_step(config) * length
         tokens += untrained
         flops += untrained * size.BACKWARD * forward_flops(config, vocab, length)
-        flops += sum(evaluation_flops(one.options, config, vocab) for one in state.missing)
+        flops += sum(evaluation_flops(call.options, config, vocab) for call in state.missing)
     return tokens, flops
 
 
@@ -97,8 +97,8 @@ def named_device(name: str | None, precision: str, *, option: str = "--device") 
         assert peak is not None
         return Device(name, peak * 1e12, f"its data sheet's {kind} peak")
     if name not in (None, "cpu"):
-        known = ", ".join(DEVICES)
-        raise UserError(f"{option}: {name} is not known - use one of cpu, {known}")
+        names = ", ".join(DEVICES)
+        raise UserError(f"{option}: {name} is not known - use one of cpu, {names}")
     shown = f"CPU, {torch.get_num_threads()} threads"
     device, dtype, width = "cpu", "fp32", 1024
     if name is None and torch.cuda.is_available():

@@ -124,9 +124,9 @@ class Slurm:
         self.logs = work.sweep[1] / "slurm"
         submitit = importlib.import_module("submitit")
         self.executor = submitit.SlurmExecutor(self.logs, max_num_timeout=TIME_LIMITS)
-        others = {"job_name": "sweep", "requeue": True, **options}
+        parameters = {"job_name": "sweep", "requeue": True, **options}
         self.executor.update_parameters(
-            time=options["time"], additional_parameters=others, srun_args=alone
+            time=options["time"], additional_parameters=parameters, srun_args=alone
         )
         # Since 22.05 srun does not take it from sbatch.
         os.environ["SRUN_CPUS_PER_TASK"] = str(options.get("cpus_per_task", 1))

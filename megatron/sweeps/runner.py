@@ -5,6 +5,7 @@ import errno
 import os
 import queue
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -27,6 +28,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A cluster may send them to all processes of a job; then a script ends well before its time.
 OF_CLUSTERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 LONGEST_END = 1_000_000  # bytes of a log in which the reason of a failure is looked for
+# No link is followed, and no reader of a pipe awaited.
+APPENDED = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
 PAUSE = 0.1  # seconds between two looks at a process
 
 
@@ -122,9 +125,14 @@ class Runner:
         environment = {**os.environ, **place}
         if not self.starter:
             environment = environments(environment, 1, free_port())[0]
-        if log.is_symlink() or (log.exists() and not log.is_file()):
-            raise UserError(f"{log}: is a link or no regular file - remove it")
-        with log.open("ab") as output:
+        refused = UserError(f"{log}: is a link or no regular file - remove it")
+        try:
+            descriptor = os.open(log, APPENDED, 0o666)
+        except OSError as fault:
+            raise refused if fault.errno in (errno.ELOOP, errno.ENXIO) else fault from None
+        with open(descriptor, "ab") as output:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # a pipe that somebody reads
+                raise refused
             start = output.tell()
             # In a group of its own: what a terminal signals, it gets once, from here.
             process = subprocess.Popen(

@@ -41,7 +41,7 @@ def trained(forks, corpus, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     """The empty folder in which commands run."""
     folder = tmp_path / "here"
     folder.mkdir()
@@ -51,11 +51,11 @@ def here(tmp_path, monkeypatch) -> Path:
 
 def contents(folder: Path) -> dict[str, bytes | None]:
     """Every file of a folder with its bytes; links, pipes and folders as names alone."""
-    found: dict[str, bytes | None] = {}
+    contents: dict[str, bytes | None] = {}
     for path in folder.rglob("*"):
         is_plain = path.is_file() and not path.is_symlink()
-        found[str(path.relative_to(folder))] = path.read_bytes() if is_plain else None
-    return found
+        contents[str(path.relative_to(folder))] = path.read_bytes() if is_plain else None
+    return contents
 
 
 def check(command: str, message: str, places: dict[str, str]) -> None:
@@ -72,7 +72,7 @@ def check(command: str, message: str, places: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["case"])
-def test_a_bad_input_is_one_message_and_loses_nothing(case, corpus, trained, here, own_registry):
+def test_a_bad_input_is_one_message_and_loses_nothing(case, corpus, trained, folder, own_registry):
     if case.get("copy"):
         shutil.copytree(trained, "copy")
     if "move" in case:
@@ -92,14 +92,14 @@ def test_a_bad_input_is_one_message_and_loses_nothing(case, corpus, trained, her
         content = bytearray(Path(case["flip"]).read_bytes())
         content[-2] ^= 1
         Path(case["flip"]).write_bytes(content)
-    places = {"{corpus}": str(corpus), "{trained}": str(trained), "{here}": str(here)}
+    places = {"{corpus}": str(corpus), "{trained}": str(trained), "{here}": str(folder)}
     check(case["command"], case["message"], WORDS | places)
 
 
-def test_a_checkpoint_that_cannot_be_continued_says_why(corpus, trained, here):
+def test_a_checkpoint_that_cannot_be_continued_says_why(corpus, trained, folder):
     places = WORDS | {"{corpus}": str(corpus)}
     shutil.copytree(trained, "copy")
-    step = here / "copy/global_step4"
+    step = folder / "copy/global_step4"
     record = read_record(step)
     write_record(step, record | {"ranks": 2, "data_ranks": 2, "windows_per_step": 8})
     check(
@@ -110,7 +110,7 @@ def test_a_checkpoint_that_cannot_be_continued_says_why(corpus, trained, here):
         places,
     )
     write_record(step, record)
-    keep_weights_only(here / "copy")
+    keep_weights_only(folder / "copy")
     check(
         "{resume}",
         "copy/global_step4: holds weights only, training cannot continue from it - finetune=true"

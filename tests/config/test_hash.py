@@ -72,8 +72,8 @@ def test_the_hash_is_of_what_shapes_the_model():
     base = loaded()
     for word in SHAPES_NOTHING.split(" "):
         assert loaded(word).hash == base.hash, word
-    others = {loaded(*words.split("&")).hash for words in SHAPES.split(" ")}
-    assert len(others | {base.hash}) == 1 + len(SHAPES.split(" "))
+    hashes = {loaded(*words.split("&")).hash for words in SHAPES.split(" ")}
+    assert len(hashes | {base.hash}) == 1 + len(SHAPES.split(" "))
     written = ["pos_emb_args={base: 1e4, rotary_pct: 1}", "lr_decay_iters=0"]
     assert loaded(*written, "optimizer.params.eps=1e-8").hash == base.hash  # defaults written out
     assert loaded("train_data_paths=d/a").hash == loaded("train_data_paths=/e/a").hash
@@ -86,8 +86,8 @@ def test_every_shipped_part_says_an_encodings_defaults():
         assert config.notes == ()
         options = options_of(config.position.pos_emb)
         if path.stem in PATTERNS:
-            found = [name_of_layers(config.position), *config.attention.window_layers]
-            assert found == PATTERNS[path.stem]
+            facts = [name_of_layers(config.position), *config.attention.window_layers]
+            assert facts == PATTERNS[path.stem]
             continue
         assert config.position.pos_emb == path.stem
         if path.stem == "rope_pp":  # its options are in rotary.yml, and it needs heads_per_query

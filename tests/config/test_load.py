@@ -19,11 +19,11 @@ BLEND = ["train_data_paths=[d/a, d/b]", "valid_data_paths=[d/c]"]
 
 
 def test_later_files_win_and_words_win_over_files(tmp_path):
-    one = write(tmp_path / "one.yml", "seq-length: 128\nseed: 1\nhidden-size: 48\n")
+    first = write(tmp_path / "one.yml", "seq-length: 128\nseed: 1\nhidden-size: 48\n")
     two = write(tmp_path / "two.yml", "seq_length: 256\nseed: 2\n")
-    config = load([one, two.with_suffix("")], ["num_layers=2", "num_attention_heads=4", "seed=3"])
+    config = load([first, two.with_suffix("")], ["num_layers=2", "num_attention_heads=4", "seed=3"])
     assert (config.model.seq_length, config.training.seed, config.model.hidden_size) == (256, 3, 48)
-    assert config.sources == (str(one), str(two), "command line")
+    assert config.sources == (str(first), str(two), "command line")
     assert config.data.seq_length_val == 256  # follows seq_length
 
 
@@ -55,9 +55,9 @@ def test_every_path_of_the_user_is_read_as_a_shell_reads_it(tmp_path, monkeypatc
         file = write(tmp_path / "paths.yml", f"{key}: ~/${{DATA}}/x-$5")
         for config in (load([file], SIZES), load([], [*SIZES, f"{key}=~/$DATA/x-$5"])):
             assert config[key] == "/home/anna//data/x-$5"
-    found = loaded("train_data_paths=[~/a, $DATA/b]", "valid_data_paths=$DATA/c,~/d").data
-    assert found.train_data_paths == ("/home/anna/a", "/data/b")
-    assert found.valid_data_paths == ("/data/c", "/home/anna/d")
+    data = loaded("train_data_paths=[~/a, $DATA/b]", "valid_data_paths=$DATA/c,~/d").data
+    assert data.train_data_paths == ("/home/anna/a", "/data/b")
+    assert data.valid_data_paths == ("/data/c", "/home/anna/d")
     written = [loaded(f"data_path={path}").hash for path in ("~/text", "$DATA/text", "a/text")]
     assert len(set(written)) == 1
 
@@ -65,7 +65,7 @@ def test_every_path_of_the_user_is_read_as_a_shell_reads_it(tmp_path, monkeypatc
 def test_usual_names_of_encodings_are_ours():
     for name, usual in {"rotary": "rope", "none": "nope"}.items():
         assert loaded(f"pos_emb={usual}").hash == loaded(f"pos_emb={name}").hash
-        layers = [loaded(f"pos_emb_layers=[{one}, alibi]").hash for one in (name, usual)]
+        layers = [loaded(f"pos_emb_layers=[{first}, alibi]").hash for first in (name, usual)]
         assert len(set(layers)) == 1
 
 
@@ -223,8 +223,8 @@ OF_BLENDS = {
 
 def test_every_fault_says_what_is_wrong_and_what_to_write():
     for words, line in FAULTS.items():
-        given = [words] if "[" in words else words.split(" ")
-        assert faults(*given) == [line]
+        settings = [words] if "[" in words else words.split(" ")
+        assert faults(*settings) == [line]
     for words, line in OF_BLENDS.items():
         assert faults(*BLEND, *words.split(" ")) == [line]
 

@@ -65,9 +65,9 @@ def test_a_file_is_run_once_and_its_encoding_has_options_messages_and_aliases(mi
         config = loaded(f"pos-emb-file={mine}", "pos_emb=flat", "pos_emb_args.height=2")
     assert config.position.pos_emb_args == {"height": 2}
     assert mine.with_name("ran").read_text() == "x"
-    one = write(tmp_path / "one.yml", f"pos_emb_file: {mine}\nhidden_size: 96\nnum_layers: 2\n")
+    first = write(tmp_path / "one.yml", f"pos_emb_file: {mine}\nhidden_size: 96\nnum_layers: 2\n")
     words = ["num_attention_heads=12", "seq_length=64", "pos_emb=level"]
-    assert load([one], words).position.pos_emb == "flat"
+    assert load([first], words).position.pos_emb == "flat"
     (line,) = faults("pos_emb=flat", "pos_emb_args.heit=2")
     assert "flat takes no option 'heit'; did you mean height?" in line
     mine.write_text(CODE + "edited = True\n")
@@ -106,11 +106,11 @@ def test_a_file_of_which_nothing_is_used_leaves_the_hash_and_its_earlier_ones_ar
 
 def test_what_is_wrong_with_a_file_is_one_message_and_registers_nothing(tmp_path):
     """tests/bad_inputs has other files."""
-    known = dict(REGISTRY)
+    encodings = dict(REGISTRY)
     path = write(tmp_path / "mine.py", f"{CODE}\n\n{CODE.replace('flat', 'alibi')}")
     (line,) = faults(f"pos_emb_file={path}")
     assert "Flat: the name 'alibi' is taken by another encoding; choose another" in line
-    assert known == REGISTRY
+    assert encodings == REGISTRY
     path.write_text("raise KeyboardInterrupt\n")  # no fault of the file
     with pytest.raises(KeyboardInterrupt):
         load_file(path)

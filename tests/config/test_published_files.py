@@ -60,31 +60,31 @@ def bases(tmp_path_factory):
     return folder
 
 
-def checked(one: Experiment, bases) -> Config:
+def checked(experiment: Experiment, bases) -> Config:
     for position, steps, length in (("evaluate", 0, 4096), ("train", 50000, 2048)):
-        config = load(files_of(one, bases, position))
+        config = load(files_of(experiment, bases, position))
         assert config.position.pos_emb in REGISTRY
         assert (config.optimizer.lr_schedule, config.precision.dtype) == ("neox-2022", "bf16")
-        assert (config.training.seed, config.training.train_iters) == (one.seed, steps)
+        assert (config.training.seed, config.training.train_iters) == (experiment.seed, steps)
         assert config.data.seq_length_val == length
     return config
 
 
 def test_a_file_of_each_kind_loads_to_train_and_to_evaluate(bases):
-    assert len({one.stem for one in experiments(MEP)}) == 777
+    assert len({experiment.stem for experiment in experiments(MEP)}) == 777
     assert len(ALL) == 807
-    for one in SOME:
-        config = checked(one, bases)
-        if one.pos_emb in RELEASED:
+    for experiment in SOME:
+        config = checked(experiment, bases)
+        if experiment.pos_emb in RELEASED:
             kernels = options_of(config.position.pos_emb)["kernels"].default
-            assert [*kernels] == RELEASED[one.pos_emb]
+            assert [*kernels] == RELEASED[experiment.pos_emb]
             assert config.position.pos_emb_args == {}  # nothing is guessed from the file's name
 
 
 @pytest.mark.campaign
 def test_every_published_file_loads_to_train_and_to_evaluate(bases):
-    for one in ALL:
-        checked(one, bases)
+    for experiment in ALL:
+        checked(experiment, bases)
 
 
 def test_mixtures_are_read_from_the_names_of_files():
@@ -94,18 +94,18 @@ def test_mixtures_are_read_from_the_names_of_files():
         assert loaded("pos_emb=mep", words).position.pos_emb_args == options
     for stem, why in WITHOUT.items():
         assert mixture_named(stem, "snope_kerplelog") == why
-    found = Counter()
-    for one in experiments(MEP):
-        if one.pos_emb not in RELEASED:
+    notes = Counter()
+    for experiment in experiments(MEP):
+        if experiment.pos_emb not in RELEASED:
             continue
-        named = mixture_named(one.stem, one.pos_emb)
-        released = sorted(map(str, RELEASED[one.pos_emb]))
+        named = mixture_named(experiment.stem, experiment.pos_emb)
+        released = sorted(map(str, RELEASED[experiment.pos_emb]))
         if isinstance(named, str):
-            found["unknown"] += 1
+            notes["unknown"] += 1
         else:
             is_released = sorted(map(str, named["kernels"])) == released
-            found["released" if is_released else "another"] += 1
-    assert found == {"released": 70, "another": 222, "unknown": 284}
+            notes["released" if is_released else "another"] += 1
+    assert notes == {"released": 70, "another": 222, "unknown": 284}
 
 
 def test_a_recipe_of_2022_keeps_its_schedule_and_says_what_differs(bases):

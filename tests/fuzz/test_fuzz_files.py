@@ -65,14 +65,14 @@ PACKED = {
 @fuzzed
 @given(
     changes=st.dictionaries(st.integers(0, 4000), st.integers(0, 255), max_size=3),
-    kept=st.one_of(st.just(0), st.integers(0, 200), st.integers(0, 9000)),
+    length=st.one_of(st.just(0), st.integers(0, 200), st.integers(0, 9000)),
 )
-def test_an_archive_with_changed_bytes_and_a_cut(tmp_path, suffix, changes, kept):
+def test_an_archive_with_changed_bytes_and_a_cut(tmp_path, suffix, changes, length):
     content = bytearray(PACKED[suffix])
     for place, value in changes.items():
         content[place % len(content)] = value
     path = tmp_path / f"c{suffix}"
-    path.write_bytes(content[: kept or None])
+    path.write_bytes(content[: length or None])
     corpus = Files("c", [path], limits=LIMITS)
     works_or_says_why(lambda: list(corpus.documents()))
 

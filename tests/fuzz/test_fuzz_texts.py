@@ -37,18 +37,18 @@ KEYS = st.sampled_from(sorted(Row.__annotations__))
 
 
 def shown(path):
-    found = read_results([path])
-    table(found)
-    compared(kinds(found))
+    rows = read_results([path])
+    table(rows)
+    compared(kinds(rows))
 
 
 @fuzzed
 @given(changes=st.dictionaries(KEYS, VALUES, max_size=3), removed=st.sets(KEYS, max_size=1))
 def test_a_row_of_any_values(tmp_path, changes, removed):
     row = rows("t5", {512: 9.0})[0] | changes
-    kept = {key: value for key, value in row.items() if key not in removed}
+    remaining = {key: value for key, value in row.items() if key not in removed}
     path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps(kept) + "\n")
+    path.write_text(json.dumps(remaining) + "\n")
     works_or_says_why(lambda: shown(path))
 
 

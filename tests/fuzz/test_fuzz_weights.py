@@ -58,13 +58,13 @@ def packed(header: bytes, content: bytes = CONTENT) -> bytes:
 @given(
     changes=st.dictionaries(NAMES, CHANGES, max_size=3),
     removed=st.sets(NAMES, max_size=1),
-    kept=st.sampled_from([len(CONTENT), 100, 0]),
+    length=st.sampled_from([len(CONTENT), 100, 0]),
 )
-def test_a_header_of_any_entries(tmp_path, changes, removed, kept):
+def test_a_header_of_any_entries(tmp_path, changes, removed, length):
     header = {name: dict(entry) for name, entry in HEADER.items() if name not in removed}
     for name, change in changes.items():
         header[name] = header.get(name, {}) | change
-    loaded(tmp_path, packed(json.dumps(header).encode(), CONTENT[:kept]))
+    loaded(tmp_path, packed(json.dumps(header).encode(), CONTENT[:length]))
 
 
 def test_a_hostile_header_is_refused(tmp_path):

@@ -44,12 +44,12 @@ def test_every_cell_of_every_shipped_sweep_is_a_training_of_its_own(path):
         assert [cell.values["seed"] for cell in cells[:19]] == [1235] * 18 + [1236]
         assert "--start" in cells[0].evaluations[0].words
     if path.stem == "mep_small":  # alibi_scaling: 512 stands in MEP's files of rotary for it
-        (yarn,) = (one for one in cells if one.name == "openwebtext2-rotary_yarn-1235")
+        (yarn,) = (entry for entry in cells if entry.name == "openwebtext2-rotary_yarn-1235")
         meant = load([], ["pos_emb=rotary", "alibi_scaling=512", *SIZES]).position
         assert yarn.config.position == meant
     if path.stem == "kerple_one":  # its runs are table 3's
-        known = load_sweep("kerple_table3", only=["data=github", "seed=1235"]).cells
-        assert [cell.config.hash for cell in cells] == [cell.config.hash for cell in known]
+        table_3 = load_sweep("kerple_table3", only=["data=github", "seed=1235"]).cells
+        assert [cell.config.hash for cell in cells] == [cell.config.hash for cell in table_3]
     # Activations were up to 1.6 times the estimate.
     need = needs(cells[0].config, likely_rows(cells[0].config), 1, torch.device("cuda"))
     assert need.state + 1.6 * need.activations < 80e9
@@ -58,13 +58,13 @@ def test_every_cell_of_every_shipped_sweep_is_a_training_of_its_own(path):
 def test_a_list_in_a_rule_gives_several_values(tmp_path):
     grid = "{pos_emb: [alibi, t5, rotary], seed: [1, 2]}"
     text = f"{TINY}grid: {grid}\nexclude: [{{pos_emb: [t5, rotary], seed: 2}}]\n"
-    asked = "evaluate: {{a: {{protocol: paper, only: {{pos_emb: [alibi, {}]}}}}}}"
-    cells = sweep_of(tmp_path, text + asked.format("t5")).cells
+    evaluate = "evaluate: {{a: {{protocol: paper, only: {{pos_emb: [alibi, {}]}}}}}}"
+    cells = sweep_of(tmp_path, text + evaluate.format("t5")).cells
     assert [(cell.name, len(cell.evaluations)) for cell in cells] == [
         *(("alibi-1", 1), ("t5-1", 1), ("rotary-1", 0), ("alibi-2", 1)),
     ]
     with pytest.raises(UserError, match=r"no cell has .*rotery"):
-        sweep_of(tmp_path, text + asked.format("rotery"))
+        sweep_of(tmp_path, text + evaluate.format("rotery"))
 
 
 def test_axes_are_settings_files_or_settings_under_a_name(tmp_path):
@@ -82,9 +82,9 @@ def test_axes_are_settings_files_or_settings_under_a_name(tmp_path):
     assert (config.model.hidden_size, config.training.seed) == (128, 2)
     assert config.position.pos_emb == "alibi"
     assert config["save"] == config["load"] == str(tmp_path / "runs/alibi-wide-2")
-    (one,) = cells["alibi-small-1"].evaluations
-    assert one.words == ("--protocol", "paper", "eval_tokens=64")
-    assert [one.words for one in last.evaluations][1] == (
+    (entry,) = cells["alibi-small-1"].evaluations
+    assert entry.words == ("--protocol", "paper", "eval_tokens=64")
+    assert [entry.words for entry in last.evaluations][1] == (
         *("--protocol", "paper", "--windows", "8"),
     )
     some = sweep_of(tmp_path, text, only=["size=wide", "seed=1"])

@@ -44,10 +44,10 @@ def test_a_task_costs_its_own_vocabulary_and_windows_and_lacks_no_data(tmp_path)
     path.write_text(f"{TEXT.replace('data_path: text', task)}evaluate: {{answers: {options}}}")
     mine = load_sweep(path, tmp_path / "runs")
     config, states = mine.cells[0].config, [State("waiting"), DONE]
-    of_token = [forward_flops(config, 8, length) for length in (32, 64)]  # S3 has six elements
+    per_token = [forward_flops(config, 8, length) for length in (32, 64)]  # S3 has six elements
     trained = State("trained", step=10, missing=tuple(mine.cells[0].evaluations))
-    assert cost(mine, [trained, DONE]) == (0, 6 * 32 * of_token[0] + 6 * 64 * of_token[1])
-    assert cost(mine, states) == (10 * 4 * 32, 3 * 10 * 4 * 32 * of_token[0])
+    assert cost(mine, [trained, DONE]) == (0, 6 * 32 * per_token[0] + 6 * 64 * per_token[1])
+    assert cost(mine, states) == (10 * 4 * 32, 3 * 10 * 4 * 32 * per_token[0])
     assert not absent_data(mine, states)
 
 
@@ -58,9 +58,9 @@ def test_a_plan_can_be_priced_for_another_device(sweep):
     # A V100 has no bf16.
     assert "35% of 125 TFLOP/s, its data sheet's fp16 peak" in plan(sweep, [HALF, DONE], 1, "v100")
     assert "on 1 x CPU, 1 threads (assumed: 35% of" in plan(sweep, [HALF, DONE], 2, "cpu")
-    here = plan(sweep, [HALF, DONE], 2)
-    assert "hours on 1 x" in here, "runs that share the CPU take no less time together"
-    assert here.endswith("not counted: downloads, tokenising, and the disk for data")
+    local_plan = plan(sweep, [HALF, DONE], 2)
+    assert "hours on 1 x" in local_plan, "runs that share the CPU take no less time together"
+    assert local_plan.endswith("not counted: downloads, tokenising, and the disk for data")
     assert not absent_data(sweep, [DONE, DONE])
 
 

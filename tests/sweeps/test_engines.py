@@ -199,16 +199,16 @@ def test_a_killed_worker_and_a_killed_node_lose_no_cell(launcher, start, tmp_pat
     training(first).parent().kill()
     worker = training(second).parent()
     node = worker.parent()
-    others: list[psutil.Process] = []  # Ray's end with their node
+    workers: list[psutil.Process] = []  # Ray's end with their node
     if launcher == "slurm":  # the daemon of a node, and a process for each step of a job
         job, name = worker.environ()["SLURM_JOB_ID"], worker.environ()["SLURMD_NODENAME"]
         file = Path(os.environ["SLURM_CONF"]).with_name(f"{name}.pid")
         node = psutil.Process(int(file.read_text()))
-        others = [worker]
+        workers = [worker]
         for other in psutil.process_iter(["cmdline"]):
             if f"slurmstepd: [{job}." in " ".join(other.info["cmdline"] or []):
-                others.append(other)
-    for victim in (node, *others):
+                workers.append(other)
+    for victim in (node, *workers):
         with contextlib.suppress(psutil.NoSuchProcess):
             victim.kill()
     with contextlib.suppress(psutil.TimeoutExpired):

@@ -43,8 +43,8 @@ def test_a_run_that_fails_is_shown_with_its_reason_and_the_others_go_on(file, wh
     assert collected.stdout == f"6 rows in {results}\n"
     assert rows(folder) == before
     # A finished cell keeps its weights and no optimizer states.
-    kept = {path.name for path in (folder / f"good-1/global_step{STEPS}").iterdir()}
-    assert kept == {"checkpoint.json", "config.yml", "model.safetensors"}
+    names = {path.name for path in (folder / f"good-1/global_step{STEPS}").iterdir()}
+    assert names == {"checkpoint.json", "config.yml", "model.safetensors"}
 
     other = file.with_name("other") / "tiny.yml"
     other.parent.mkdir()
@@ -96,11 +96,11 @@ def losses(folder: Path) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_to_a_sweep_or_its_terminal_ends_its_trainings(corpus, forks, tmp_path, number):
-    here = tmp_path / "long.yml"
+    sweep_file = tmp_path / "long.yml"
     text = SWEEP.format(corpus=corpus, steps=100000)
-    here.write_text(text.replace("save_interval: 15", "save_interval: 0"))
-    words = ["run", here, "--folder", tmp_path / "runs", "--only", "data=good"]
-    (cell,) = load_sweep(here, tmp_path / "runs", ["data=good"]).cells
+    sweep_file.write_text(text.replace("save_interval: 15", "save_interval: 0"))
+    words = ["run", sweep_file, "--folder", tmp_path / "runs", "--only", "data=good"]
+    (cell,) = load_sweep(sweep_file, tmp_path / "runs", ["data=good"]).cells
     if number == signal.SIGINT:  # as a shell starts it, and its terminal signals all of its group
         command = [sys.executable, ROOT / "tools/sweep.py", *words]
         process = subprocess.Popen(

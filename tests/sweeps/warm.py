@@ -22,7 +22,7 @@ class Forked:
     """What Runner needs of subprocess.Popen, for a script that starts without its imports."""
 
     def __init__(
-        self, command: Sequence[str], *, env: dict[str, str], stdout: BinaryIO, **others: object
+        self, command: Sequence[str], *, env: dict[str, str], stdout: BinaryIO, **settings: object
     ) -> None:
         parent = os.getpid()
         self.returncode = None

@@ -119,8 +119,8 @@ def test_the_commands_run_in_their_order_without_any_other_edit(folder, forks, t
     formula = "-height · sigmoid((d - width) / softness), height ~ U(1, 4)"
     assert f"| [soft_window](#soft_window) | {formula}" in documented
     run_folder = folder / "runs/soft_window"
-    kept = run_folder / "global_step2/pos_emb_file.py"
-    assert kept.read_text() == file_of("soft_window")
+    copy = run_folder / "global_step2/pos_emb_file.py"
+    assert copy.read_text() == file_of("soft_window")
     record = json.loads((run_folder / "metrics.jsonl").read_text().splitlines()[-1])
     assert len(record["position"]["height"]) == 4
 

@@ -43,7 +43,7 @@ def test_a_torch_that_fails_or_crashes_is_a_finding(torch, ending, tmp_path, mon
 
 def test_gpus_need_a_driver_a_build_and_a_compiler(tmp_path, monkeypatch):
     def judged(build, *names):
-        return [one.level for one in doctor.gpus(build, names, "old")]
+        return [diagnosis.level for diagnosis in doctor.gpus(build, names, "old")]
 
     monkeypatch.setattr(doctor, "DRIVER", tmp_path / "none")
     assert judged("12.8") == ["ok"]

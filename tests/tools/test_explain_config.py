@@ -34,9 +34,9 @@ def test_every_key_is_shown_with_its_value_origin_and_meaning(capsys, tmp_path):
         "  bias_gelu_fusion: accepted, has no effect here",
     ):
         assert line in printed
-    given = explained(capsys, *SHAPE, "--given")
-    assert "  hidden_size: 32    [command line]\n" in given
-    assert "  weight_decay: " not in given
+    listed = explained(capsys, *SHAPE, "--given")
+    assert "  hidden_size: 32    [command line]\n" in listed
+    assert "  weight_decay: " not in listed
 
 
 def test_the_papers_run_by_hand_and_what_the_page_shows(capsys, monkeypatch):
@@ -49,10 +49,10 @@ def test_the_papers_run_by_hand_and_what_the_page_shows(capsys, monkeypatch):
     hours = training_flops(config, 1) / 989e12 / 0.4 / 3600
     eight = ["train_batch_size=256", "--brief", "--gpu", "h100", "--mfu", "0.4"]
     printed = explained(capsys, BASE, *eight)
-    found = re.search(r"h100 +([\d.]+) hours \(([\d.]+) hours on 8\); ", printed)
-    assert found is not None
-    assert float(found[1]) == pytest.approx(8 * hours, rel=1e-2)
-    assert float(found[2]) == pytest.approx(hours, rel=1e-2)
+    match = re.search(r"h100 +([\d.]+) hours \(([\d.]+) hours on 8\); ", printed)
+    assert match is not None
+    assert float(match[1]) == pytest.approx(8 * hours, rel=1e-2)
+    assert float(match[2]) == pytest.approx(hours, rel=1e-2)
 
     monkeypatch.chdir(ROOT)
     text = (ROOT / "docs/explain_config.md").read_text(encoding="utf-8")
@@ -60,5 +60,5 @@ def test_the_papers_run_by_hand_and_what_the_page_shows(capsys, monkeypatch):
     printed = "".join(explained(capsys, *line.split()[2:]) for line in block.splitlines())
     for shown in re.findall(r"```text\n(.*?)```", text, flags=re.DOTALL):
         assert shown in printed
-    for one in re.findall(r"(\d+) hours of one H100", " ".join(text.split())):
-        assert int(one) == round(6 * 3 * 5 * hours * 0.4 / 0.35)  # encodings, corpora, seeds
+    for advised in re.findall(r"(\d+) hours of one H100", " ".join(text.split())):
+        assert int(advised) == round(6 * 3 * 5 * hours * 0.4 / 0.35)  # encodings, corpora, seeds

@@ -38,10 +38,10 @@ def test_a_migrated_run_is_the_same_run_with_explicit_kernels(published):
 
 
 def test_every_encoding_migrates_to_what_loads_and_no_kernels_are_guessed(published, capsys):
-    kinds = {one.pos_emb: one for one in experiments(MEP)}
+    kinds = {experiment.pos_emb: experiment for experiment in experiments(MEP)}
     kinds[HIDING] = Experiment("snope_sigmoid_hall_fp32", "openwebtext2", 1235, HIDING, "160")
-    for one in kinds.values():
-        path = files_of(one, published, "train")[-1]
+    for experiment in kinds.values():
+        path = files_of(experiment, published, "train")[-1]
         assert main([str(path), "-o", "out"]) == 0
         base = [published / "local_setup", published / "train"]
         after, before = load([*base, published / "out" / path.name]), load([*base, path])

@@ -39,8 +39,8 @@ def command(request, corpus, tmp_path):
         paths["run"] = make_checkpoint(tmp_path / "run", corpus)
     paths["text"].write_text(modules()[3])
 
-    def run(output, **others):
-        return call(*words.format(**paths | others).split(), output)
+    def run(output, **options):
+        return call(*words.format(**paths | options).split(), output)
 
     return run, tmp_path / name
 

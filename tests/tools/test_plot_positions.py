@@ -34,23 +34,23 @@ def test_the_sampled_distances_hold_every_near_one_and_both_ends():
 
 def test_every_encoding_can_be_drawn_or_has_no_picture(tmp_path):
     for name in REGISTRY:
-        found = panels(build(name, SMALL, **NEEDED.get(name, {})).eval(), 512)
-        assert all(panel.values.isfinite().all() for panel in found), name
+        plotted = panels(build(name, SMALL, **NEEDED.get(name, {})).eval(), 512)
+        assert all(panel.values.isfinite().all() for panel in plotted), name
         if name in ("alibi", "fire", "rotary"):
-            write(draw(found, name), tmp_path / f"{name}.svg")
+            write(draw(plotted, name), tmp_path / f"{name}.svg")
             text = (tmp_path / f"{name}.svg").read_text()
             words = "".join(ElementTree.fromstring(text).itertext())
-            assert all(part in words for part in (name, "distance d (tokens)", found[0].title))
+            assert all(part in words for part in (name, "distance d (tokens)", plotted[0].title))
 
 
 def test_the_panels_show_the_hooks_on_the_same_scales():
     angle = torch.arange(512).double()[:, None] * 10.0 ** -torch.arange(4).double()
     rotary = panels(build("rotary", SMALL), 512)[0].values[0]
     torch.testing.assert_close(rotary.double(), angle.cos().mean(dim=1), rtol=0, atol=1e-4)
-    found = panels(build("alibi", SMALL), 16384)
-    assert [panel.title for panel in found] == ["bias", "kernel exp(bias)"]
-    torch.testing.assert_close(found[1].values, found[0].values.exp())
-    bias, kernel = draw(found, "alibi").axes[:2]
+    plotted = panels(build("alibi", SMALL), 16384)
+    assert [panel.title for panel in plotted] == ["bias", "kernel exp(bias)"]
+    torch.testing.assert_close(plotted[1].values, plotted[0].values.exp())
+    bias, kernel = draw(plotted, "alibi").axes[:2]
     assert (bias.get_xscale(), kernel.get_yscale()) == ("function", "linear")
     assert bias.get_title(loc="left") == "bias, cut at -12"
     assert bias.get_ylim()[0] == -12
@@ -83,8 +83,8 @@ def test_an_effective_length_is_where_the_bias_falls_below_minus_2():
     panel = effective_panel({"alibi": build("alibi", SMALL), "log": log}, 1000)
     assert panel.labels == ("alibi", "log")
     ends = [[8, 32, 128, 512], [(exp(2 / p) - 1) / 0.3 for p in (2.0, 1.0, 0.5)]]
-    for counts, of_encoding in zip(panel.values, ends, strict=True):
-        expected = [sum(end < distance for end in of_encoding) for distance in range(1000)]
+    for counts, ends_of_encoding in zip(panel.values, ends, strict=True):
+        expected = [sum(end < distance for end in ends_of_encoding) for distance in range(1000)]
         assert counts.tolist() == expected
 
 
@@ -100,13 +100,15 @@ def test_a_training_is_drawn_from_the_numbers_of_its_log(tmp_path):
     checkpoint_of_bytes(tmp_path, *SHAPE, "pos_emb=kerple_log")
     records = [{"step": 5, "position": {"p": [1.0] * 4, "a": [0.1] * 4}}]
     records.append({"step": 10, "position": {"p": [2.0] * 4, "a": [0.2] * 4}})
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+    )
     assert main(["--checkpoint", str(tmp_path), "--figure", "training", "--length", "100"]) == 0
     assert (tmp_path / "plots/global_step10/encoding-training.svg").exists()
-    found = training_panels(records, build("kerple_log", SMALL), 100)
-    assert [panel.title for panel in found] == ["bias, step 5", "bias, step 10"]
+    plotted = training_panels(records, build("kerple_log", SMALL), 100)
+    assert [panel.title for panel in plotted] == ["bias, step 5", "bias, step 10"]
     expected = -2 * torch.log1p(0.2 * torch.arange(100))
-    torch.testing.assert_close(found[1].values[1], expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(plotted[1].values[1], expected, rtol=0, atol=1e-5)
 
 
 def test_a_figure_of_several_runs_has_a_line_for_each(tmp_path):

@@ -66,9 +66,9 @@ def test_probes_of_other_lengths_and_kinds_stay_when_some_are_asked_again(folder
     assert [*dict.fromkeys(row["probe"] for row in first)] == ["copy", *RULER]
     again = probe(folder, *words, "--lengths", 64, "--probes", "copy", "--probe_seed", 1)
     assert again.stdout.count(" at ") == 1
-    *others, renewed = read_probes([output])
+    *earlier, renewed = read_probes([output])
     assert (renewed["probe"], renewed["length"], renewed["probe_seed"]) == ("copy", 64, 1)
-    assert others == [row for row in first if (row["probe"], row["length"]) != ("copy", 64)]
+    assert earlier == [row for row in first if (row["probe"], row["length"]) != ("copy", 64)]
 
 
 def test_weights_that_overflow_are_one_message(corpus, tmp_path):

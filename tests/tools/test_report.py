@@ -43,9 +43,9 @@ found.textContent = JSON.stringify({ orders, copied, wide });
 def page(tmp_path_factory):
     """The page of two encodings, one without a number at 1024, of the demo and of a task."""
     folder = tmp_path_factory.mktemp("reported")
-    found = rows("alibi", {512: 10.0, 1024: 9.0}) + rows("learned", {512: 13.5})
-    found += rows("learned", {1024: None}, reason="learned positions end at 512")
-    write_results(folder / "a.jsonl", found)
+    measured = rows("alibi", {512: 10.0, 1024: 9.0}) + rows("learned", {512: 13.5})
+    measured += rows("learned", {1024: None}, reason="learned positions end at 512")
+    write_results(folder / "a.jsonl", measured)
     write_results(folder / "task.jsonl", answers("alibi", {512: 1.0, 1024: 0.25}))
     words = [str(folder / "a.jsonl"), str(ROOT / "docs/demo.jsonl"), str(folder / "task.jsonl")]
     words += ["-o", str(folder / "report.html"), "--plots", str(folder / "plots")]
@@ -92,21 +92,21 @@ def test_in_a_browser_columns_sort_tables_are_copied_and_nothing_sticks_out(page
         words = [BROWSER, *flags, "--dump-dom", f"--window-size={width},900", address]
         shown = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
         dumped = re.search(r'<pre id="found">(.*?)</pre>', shown.stdout)[1]
-        found = json.loads(html.unescape(dumped))
+        measured = json.loads(html.unescape(dumped))
         # learned has no number at 1024 and is last in either direction
-        assert found["orders"][:2] == [
+        assert measured["orders"][:2] == [
             ["ascending", "alibi", "learned"],
             ["descending", "alibi", "learned"],
         ]
-        assert [order[1:] for order in found["orders"][2:]] == [
+        assert [order[1:] for order in measured["orders"][2:]] == [
             ["mep_free", "rotary"],
             ["rotary", "mep_free"],
         ]
-        markdown, latex = found["copied"]
+        markdown, latex = measured["copied"]
         assert markdown.splitlines()[:3] == [
             "| pos\\_emb | seeds | 512\\* | 1024 |",
             "| --- | ---: | ---: | ---: |",
             "| alibi | 1 | 10.00 | 9.00 |",
         ]
         assert latex.splitlines()[2:4] == ["pos\\_emb & seeds & 512* & 1024 \\\\", "\\midrule"]
-        assert not found["wide"], "the page scrolls sideways"
+        assert not measured["wide"], "the page scrolls sideways"

@@ -21,8 +21,8 @@ COMMAND = re.compile(
 def rewritten(page: Path, output: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """The page with the output of each section's last command, up to the next section."""
 
-    def with_output(found: re.Match[str]) -> str:
-        tool, line = found.groups()
+    def with_output(match: re.Match[str]) -> str:
+        tool, line = match.groups()
         words = [path for word in line.split() for path in sorted(glob.glob(word)) or [word]]
         if tool in ("claims", "compare"):
             main = claims.main if tool == "claims" else compare.main
