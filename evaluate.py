@@ -66,10 +66,10 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
             raise UserError(f"--metadata: {faults[0]}; write --metadata key=value")
         of_tasks = (arguments.task_folder, arguments.limit, arguments.shots)
         tasks = Tasks(arguments.tasks, *of_tasks, metadata)
-        done = evaluate_tasks(config, tasks, options)
+        rows, output = evaluate_tasks(config, tasks, options)
         if here().first:
-            print(table_of_tasks(done.rows))
-            print(f"written to {done.output}")
+            print(table_of_tasks(rows))
+            print(f"written to {output}")
         return
     for option in ("task_folder", "limit", "shots", "metadata"):
         if getattr(arguments, option) is not None:

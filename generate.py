@@ -65,9 +65,10 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")
     numbers = {name: getattr(arguments, name) for name in NUMBERS}
+    stops = [stop.replace("\\n", "\n").replace("\\t", "\t") for stop in arguments.stop]
     settings = GenerationSettings(
         **numbers,
-        stops=tuple(stop.replace("\\n", "\n").replace("\\t", "\t") for stop in arguments.stop),
+        stops=tuple(stops),
         past_documents=arguments.ignore_eod,
         cached=not arguments.no_cache,
     )
@@ -87,24 +88,23 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
     model.use_attention(attention)
     model.to(device, DTYPES[arguments.dtype])
     use_threads(count_parameters(model), device)
-    named = ("seed", "repetition_penalty", "temperature", "top_k", "top_p", "max_new_tokens")
     facts = {
         "checkpoint": str(trained.path),
         "step": trained.record["step"],
         "config_hash": trained.record["config_hash"],
-        **{name: numbers[name] for name in named},
+        **{name: numbers[name] for name in numbers if name not in ("samples", "batch_size")},
         "dtype": arguments.dtype,
         **variant(attention),
         **trained.begin_of_text,
     }
-    is_one = len(prompts) == 1 and settings.samples == 1 and output is None
+    is_single = len(prompts) == 1 and settings.samples == 1 and output is None
     rows: dict[tuple[int, int], dict[str, Any]] = {}
     tokens = 0
     begin = time.perf_counter()
     try:
         for texts in continued(model, tokenizer, prompts, settings):
             tokens += len(texts)
-            if is_one:
+            if is_single:
                 piece = texts[0].written.take()
                 # A model may write what would move the cursor or more; files get it as it is.
                 sys.stdout.write(visible(piece) if sys.stdout.isatty() else piece)
@@ -121,19 +121,19 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
                         "ended": text.ended,
                         **facts,
                     }
-        if is_one:
+        if is_single:
             sys.stdout.write("\n")
         seconds = time.perf_counter() - begin
-        words = f"{facts['checkpoint']}, config {facts['config_hash']}, seed {settings.seed}"
+        words = f"{trained.path}, config {facts['config_hash']}, seed {settings.seed}"
         speed = f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s"
         logger.info("%s (%s)", speed, words)
     finally:
         # If ctrl-C or a fault ends it, texts that are finished are written.
-        lines = [json.dumps(rows[key], ensure_ascii=False) + "\n" for key in sorted(rows)]
-        if output is None and not is_one:
-            sys.stdout.write("".join(lines))
+        lines = "".join(json.dumps(rows[key], ensure_ascii=False) + "\n" for key in sorted(rows))
+        if output is None and not is_single:
+            sys.stdout.write(lines)
         elif output is not None and lines:
-            write_output(output, "".join(lines).encode())
+            write_output(output, lines.encode())
             logger.info("written to %s", output)
 
 

@@ -6,15 +6,19 @@ of every text: the next one of its prompt, or the one that was chosen for it. So
 as if it were alone, whatever its encoding is. A text that has ended leaves the batch.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.generation.logits_process import (
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.errors import UserError
@@ -79,8 +83,8 @@ class GenerationSettings:
         for name, (least, most, _) in NUMBERS.items():
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
-                option = f"--{name.replace('_', '-')}"
-                faults.append(f"{option} {value}: give a number of {least:.8g} to {most:.8g}")
+                option = name.replace("_", "-")
+                faults.append(f"--{option} {value}: give a number of {least:.8g} to {most:.8g}")
         if "" in self.stops:
             faults.append("--stop: an empty string would end every text at once; leave it out")
         if faults:
@@ -91,33 +95,24 @@ class Written:
     """The text of tokens that follow a prompt, as soon as it is certain.
 
     A token may end inside a character, and a stop string may have begun: such text waits until a
-    later token decides. stopped: whether a stop string has come; the text ends before it.
-    A token costs the same however long the text has become.
+    later token decides. Only the last tokens are decoded again.
+    text: all that is certain; stopped: whether a stop string has come; the text ends before it
     """
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()
     ) -> None:
-        self.stopped = False
+        self.text, self.stopped = "", False
         self._tokenizer, self._stops = tokenizer, stops
-        self._held = max([len(stop) for stop in stops], default=1) - 1  # characters that wait
         self._ids = list(prompt[-CONTEXT:])
-        self._known = len(self._ids)  # tokens whose characters were complete
-        self._first = 0  # from here on tokens are decoded again
-        self._pieces: list[str] = []  # of the text, all certain
-        self._taken = 0  # pieces that were taken
-        self._waiting = ""  # complete characters with which a stop string may begin
-        self._has_characters = False
-
-    @property
-    def text(self) -> str:
-        """All that is certain."""
-        return "".join(self._pieces)
+        self._first, self._whole = 0, len(self._ids)  # decoded again, and with whole characters
+        self._taken = 0  # characters that were taken
+        self._waiting = ""  # whole characters with which a stop string may begin
 
     def take(self) -> str:
         """The text that has become certain since the last call."""
-        new = "".join(self._pieces[self._taken :])
-        self._taken = len(self._pieces)
+        new = self.text[self._taken :]
+        self._taken = len(self.text)
         return new
 
     def add(self, token: int) -> None:
@@ -126,30 +121,29 @@ class Written:
         self._decode(at_end=False)
 
     def finish(self) -> None:
-        """No token follows: what waited is certain now."""
+        """No token follows: what waited is certain."""
         if not self.stopped:
             self._decode(at_end=True)
         if not self.stopped:
-            self._pieces.append(self._waiting)
+            self.text += self._waiting
 
     def _decode(self, *, at_end: bool) -> None:
-        known = self._tokenizer.decode(self._ids[self._first : self._known])
-        if not self._has_characters:  # the prompt may end inside a character
-            known = known.rstrip(INCOMPLETE)
-        whole = self._tokenizer.decode(self._ids[self._first :])
-        undecided = len(self._ids) - self._known
-        if whole.endswith(INCOMPLETE) and undecided < MOST_WAITING and not at_end:
+        before = self._tokenizer.decode(self._ids[self._first : self._whole])
+        if not self.text + self._waiting:  # the prompt may end inside a character
+            before = before.rstrip(INCOMPLETE)
+        text = self._tokenizer.decode(self._ids[self._first :])
+        undecided = len(self._ids) - self._whole
+        if text.endswith(INCOMPLETE) and undecided < MOST_WAITING and not at_end:
             return
-        new = whole[len(known) :]
-        self._has_characters = self._has_characters or bool(new)
-        self._first, self._known = self._known, len(self._ids)
+        self._first, self._whole = self._whole, len(self._ids)
 
         # What is before the text that waited cannot belong to a stop string.
-        text = self._waiting + new
+        text = self._waiting + text[len(before) :]
         places = [text.find(stop) for stop in self._stops if stop in text]
         self.stopped = bool(places)
-        certain = min(places) if places else max(len(text) - self._held, 0)
-        self._pieces.append(text[:certain])
+        longest = max(map(len, self._stops), default=1)
+        certain = min(places, default=max(len(text) - longest + 1, 0))
+        self.text += text[:certain]
         self._waiting = text[certain:]
 
 
@@ -170,12 +164,11 @@ class Continuation:
     ) -> None:
         # A model has learned what begins a text only behind the end of another one.
         self.prompt = list(prompt) or [tokenizer.eod]
-        self.tokens = list(self.prompt)
-        self.settings = settings
-        self.number, self.sample = number, sample
-        self.end = None if settings.past_documents else tokenizer.eod
+        self.tokens = [*self.prompt]
+        self.settings, self.number, self.sample = settings, number, sample
         self.written = Written(tokenizer, self.prompt, settings.stops)
         self.ended: str | None = None
+        self._end = None if settings.past_documents else tokenizer.eod
         self._random = np.random.default_rng([settings.seed, number, sample])
 
     @property
@@ -190,7 +183,7 @@ class Continuation:
     def add(self, token: int) -> None:
         """Append a chosen token, and end where it is the last one."""
         self.tokens.append(token)
-        if token == self.end:
+        if token == self._end:
             self.ended = "end_of_document"
         else:
             self.written.add(token)
@@ -198,7 +191,7 @@ class Continuation:
                 self.ended = "stop"
             elif self.new == self.settings.max_new_tokens:
                 self.ended = "max_new_tokens"
-        if self.ended is not None:
+        if self.ended:
             self.written.finish()
 
 
@@ -226,63 +219,53 @@ def continued(
         raise UserError(
             f"--max-new-tokens {new}: with the prompt {longest} tokens are read, and {fault}"
         ) from None
-    for batch in batches(texts, settings.batch_size, new):
-        yield from decode(model, tokenizer.vocab_size, batch, settings)
-
-
-def batches(texts: Sequence[Continuation], most: int, new: int) -> Iterator[list[Continuation]]:
-    """Texts that are continued together: at most so many, and of similar lengths.
-
-    While the longest prompt of a batch is read token by token, shorter ones are being continued
-    already. With a difference of more than `new` tokens these would have ended before, and steps
-    would be lost.
-    """
-    batch: list[Continuation] = []
-    for text in sorted(texts, key=lambda one: len(one.prompt)):
-        too_long = batch and len(text.prompt) - len(batch[0].prompt) > new
-        if too_long or len(batch) == most:
-            yield batch
-            batch = []
-        batch.append(text)
-    if batch:
-        yield batch
+    return decode(model, tokenizer.vocab_size, texts, settings.batch_size)
 
 
 @torch.inference_mode()
 def decode(
-    model: GPT, vocab: int, texts: Sequence[Continuation], settings: GenerationSettings
+    model: GPT, vocab: int, texts: Sequence[Continuation], most: int = 16
 ) -> Iterator[list[Continuation]]:
-    """Continue the texts together; after each step, those that have got a token.
+    """Continue texts with equal settings; after each step, those that have got a token.
 
     vocab: tokens that the tokenizer knows, because an embedding may have more rows
+    most: texts that are continued together
+
+    They have similar lengths. While the longest prompt of a batch is read token by token, shorter
+    ones are being continued already. With a difference of more than `max_new_tokens` these would
+    have ended before, and steps would be lost.
     """
-    going = list(texts)
+    waiting = sorted(texts, key=lambda text: len(text.prompt))
     device = model.word_embeddings.weight.device
-    cache = Cache() if settings.cached else None
-    read = min(len(text.tokens) for text in going)
-    unread = [text.tokens[:read] for text in going]
-    while going:
-        ids = torch.tensor(unread, device=device)
-        features = ids
-        for piece in ids.split(PIECE if cache is not None else ids.shape[1], dim=1):
-            features = model.features(piece, cache)[:, -1]
+    while waiting:
+        settings = waiting[0].settings
+        longest = len(waiting[0].prompt) + settings.max_new_tokens
+        going: list[Continuation] = []
+        while waiting and len(going) < most and len(waiting[0].prompt) <= longest:
+            going.append(waiting.pop(0))
+        cache = Cache() if settings.cached else None
+        first, read = 0, len(going[0].tokens)
+        while going:
+            ids = torch.tensor([text.tokens[first:read] for text in going], device=device)
+            features = ids
+            for piece in ids.split(PIECE if cache is not None else read, dim=1):
+                features = model.features(piece, cache)[:, -1]
 
-        rows = [row for row, text in enumerate(going) if len(text.tokens) == read]
-        choosing = [going[row] for row in rows]
-        if choosing:
-            logits = F.linear(features[rows], model.output_matrix)[:, :vocab]
-            for text, token in zip(choosing, chosen(logits, choosing, settings), strict=True):
-                text.add(token)
-            yield choosing
+            rows = [row for row, text in enumerate(going) if len(text.tokens) == read]
+            choosing = [going[row] for row in rows]
+            if choosing:
+                logits = F.linear(features[rows], model.output_matrix)[:, :vocab]
+                for text, token in zip(choosing, chosen(logits, choosing, settings), strict=True):
+                    text.add(token)
+                yield choosing
 
-        staying = [row for row, text in enumerate(going) if text.ended is None]
-        if len(staying) < len(going):
-            going = [going[row] for row in staying]
-            if cache is not None:
-                cache.select(torch.tensor(staying, dtype=torch.long, device=device))
-        read += 1
-        first = 0 if cache is None else read - 1
-        unread = [text.tokens[first:read] for text in going]
+            staying = [row for row, text in enumerate(going) if text.ended is None]
+            if len(staying) < len(going):
+                going = [going[row] for row in staying]
+                if cache is not None:
+                    cache.select(torch.tensor(staying, dtype=torch.long, device=device))
+            first = 0 if cache is None else read
+            read += 1
 
 
 def chosen(
@@ -294,29 +277,27 @@ def chosen(
             "logits: the model computed numbers that are not finite - compute in float32"
             " (--dtype fp32), or take an earlier checkpoint (--step)"
         )
-    scores = logits.to(torch.float64, copy=True)
-    draws = [text.draw() for text in texts]
-    penalty = settings.repetition_penalty
-    if penalty != 1:
+    scores = logits.double()
+    if settings.repetition_penalty != 1:
+        repetition: Any = RepetitionPenaltyLogitsProcessor(settings.repetition_penalty)
+        rows = []
         for row, text in zip(scores, texts, strict=True):
-            index = torch.tensor(sorted(set(text.tokens)), device=scores.device)
-            own = row[index]
-            row[index] = torch.where(own > 0, own / penalty, own * penalty)
+            tokens = torch.tensor([text.tokens], device=scores.device)
+            rows.append(repetition(tokens, row[None]))
+        scores = torch.cat(rows)
+    draws = [text.draw() for text in texts]
     if settings.temperature == 0:
         return scores.argmax(dim=-1).tolist()
 
     # From the highest one on: a tiny temperature makes no infinity of float64.
     scores = (scores - scores.amax(dim=-1, keepdim=True)) / settings.temperature
+    cuts: list[Any] = []
     if settings.top_k is not None:
-        count = min(settings.top_k, scores.shape[-1])
-        least = scores.topk(count).values[:, -1:]
-        scores = scores.masked_fill(scores < least, -math.inf)
+        cuts.append(TopKLogitsWarper(settings.top_k))
     if settings.top_p is not None:
-        ordered, order = scores.sort(dim=-1, descending=True, stable=True)
-        probabilities = ordered.softmax(dim=-1)
-        before = probabilities.cumsum(dim=-1) - probabilities
-        kept = ordered.masked_fill(before >= settings.top_p, -math.inf)
-        scores = kept.gather(-1, order.argsort(dim=-1))
+        cuts.append(TopPLogitsWarper(settings.top_p))
+    for cut in cuts:
+        scores = cut(None, scores)
 
     # The token at which the cumulative probability passes the draw.
     cumulative = scores.softmax(dim=-1).cumsum(dim=-1)

@@ -25,30 +25,29 @@ def opened_with_tokenizer(
 
 def tokenizer_of(trained: LoadedModel) -> Tokenizer:
     """The tokenizer that a checkpoint learned with; UserError if it is not found."""
-    learned_with = trained.tokenizer
-    expected = learned_with.get("hash")
-    if learned_with.get("type") == "task":
+    description = trained.tokenizer
+    expected = description.get("hash")
+    if description.get("type") == "task":
         raise UserError(
             f"{trained.path}: learned a task, which has no tokenizer for texts - evaluate.py"
             " without --tasks measures it"
         )
-    token_files = []
-    for one in (trained.config, trained.trained):
-        prefixes = (one.data.data_path, *one.data.train_data_paths)
-        token_files += [Path(prefix) for prefix in prefixes if prefix]
-    tried = []
-    for kind, vocab_file, merge_file in trained.tokenizer_files(token_files):
+    prefixes = []
+    for data in (trained.config.data, trained.trained.data):
+        prefixes += filter(None, (data.data_path, *data.train_data_paths))
+    faults = []
+    for kind, vocab_file, merge_file in trained.tokenizer_files(map(Path, prefixes)):
         try:
             tokenizer = build_tokenizer(kind, vocab_file, merge_file)
         except UserError as fault:
-            tried.append(str(fault))
+            faults.append(str(fault))
             continue
         if expected in (None, tokenizer.hash) and tokenizer.vocab_size <= trained.record["vocab"]:
             return tokenizer
-        tried.append(f"{vocab_file or kind}: is another tokenizer, {tokenizer.hash}")
-    described = f"{learned_with.get('type', 'unknown')} {expected or ''}".strip()
+        faults.append(f"{vocab_file or kind}: is another tokenizer, {tokenizer.hash}")
+    words = f"{description.get('type', 'unknown')} {expected or ''}".strip()
     message = (
-        f"vocab_file: the tokenizer that {trained.path} learned with ({described}) is not found"
+        f"vocab_file: the tokenizer that {trained.path} learned with ({words}) is not found"
         " - give its files: tokenizer_type=… vocab_file=… and, for GPT2BPETokenizer, merge_file=…"
     )
-    raise UserError("\n  ".join([message, *tried]))
+    raise UserError("\n  ".join([message, *faults]))

@@ -5,7 +5,6 @@ The harness's own HFLM needs accelerate, and computes texts of one pass with tok
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,68 +16,54 @@ from tqdm import tqdm
 
 from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.errors import UserError
-from megatron.generation.decode import Continuation, GenerationSettings, batches, decode
+from megatron.generation.decode import Continuation, GenerationSettings, decode
 from megatron.model import GPT
 
 TOGETHER = 512  # targets whose logits exist at once
 USUAL_NEW_TOKENS = 256  # if a task names no number, as the harness has it
 SAMPLING = {"temperature": float, "top_k": int, "top_p": float, "repetition_penalty": float}
 HANDLED = {"do_sample", "until", "max_gen_toks", *SAMPLING}
+CUT = "%d of %d texts are longer than %d tokens, up to %d: they lost their beginning"
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Reading:
-    """The way in which texts are read.
-
-    length: tokens that the model sees at most; a longer context loses its beginning
-    stride: of rolling windows, tokens that they move by; batch_tokens: of a forward pass at most
-    """
-
-    length: int
-    stride: int
-    batch_tokens: int = 16384
-
-
-@dataclass(frozen=True)
-class ScoreRequest:
-    """Tokens of a text, of which the last `scored` ones are scored, each behind all before it."""
-
-    tokens: Sequence[int]
-    scored: int
 
 
 class Harness(TemplateLM):
     """A GPT with its tokenizer, as the harness asks for it.
 
+    length: tokens that the model sees at most; a longer context loses its beginning
+    stride: of rolling windows, tokens that they move by; batch_tokens: of a forward pass at most
+
     A text has the numbers that it has alone.
     """
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer, reading: Reading) -> None:
+    def __init__(
+        self, model: GPT, tokenizer: Tokenizer, length: int, stride: int, batch_tokens: int = 16384
+    ) -> None:
         super().__init__()
-        self._model, self._ours, self._reading = model, tokenizer, reading
+        self._model, self._tokenizer = model, tokenizer
+        self._length, self._stride, self._batch_tokens = length, stride, batch_tokens
 
     @property
     def eot_token_id(self) -> int:
-        return self._ours.eod
+        return self._tokenizer.eod
 
     @property
     def prefix_token_id(self) -> int:
         """What a text without context follows."""
         begin = self._model.begin_of_text
-        return self._ours.eod if begin is None else begin
+        return self._tokenizer.eod if begin is None else begin
 
     @property
     def max_length(self) -> int:
         """Tokens that the model sees at most."""
-        return self._reading.length
+        return self._length
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
         """Tokens of a text, behind the one with which the model's texts begin, if there is one."""
-        tokens = list(self._ours.encode(string))
+        tokens = list(self._tokenizer.encode(string))
         begin = self._model.begin_of_text
         if begin is not None and add_special_tokens is not False:
             tokens.insert(0, begin)
@@ -102,23 +87,23 @@ class Harness(TemplateLM):
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
         """(text, context, continuation) of each -> log-likelihood in nats, and whether greedy."""
-        asked = []
-        self._warn_of_cuts([len(one) + len(more) - 1 for _, one, more in requests])
-        for texts, context, continuation in requests:
-            if not continuation:
+        texts = []
+        self._warn_of_cuts([len(context) + len(more) - 1 for _, context, more in requests])
+        for words, context, continuation in requests:
+            count = len(continuation)
+            if not count:
                 raise UserError(
-                    f"--tasks: the continuation {texts[1]!r:.80} of {texts[0][-80:]!r} has no"
+                    f"--tasks: the continuation {words[1]!r:.80} of {words[0][-80:]!r} has no"
                     " tokens - correct the task's file"
                 )
-            if len(continuation) > self.max_length:
+            if count > self._length:
                 raise UserError(
-                    f"--lengths {self.max_length}: a task scores {len(continuation)} tokens at once"
+                    f"--lengths {self._length}: a task scores {count} tokens at once"
                     " - give a longer length"
                 )
             # The model reads all tokens but the last one.
-            tokens = (context + continuation)[-self.max_length - 1 :]
-            asked.append(ScoreRequest(tokens, len(continuation)))
-        return self.scored(asked)
+            texts.append(((context + continuation)[-self._length - 1 :], count))
+        return self.scored(texts)
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
@@ -129,14 +114,13 @@ class Harness(TemplateLM):
         """
         windows, owners = [], []
         for number, request in enumerate(requests):
-            (text,) = request.args
             for read, predicted in get_rolling_token_windows(
-                token_list=self.tok_encode(text),
+                token_list=self.tok_encode(*request.args),
                 prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length,
-                context_len=self.max_length - self._reading.stride + 1,
+                max_seq_len=self._length,
+                context_len=self._length - self._stride + 1,
             ):
-                windows.append(ScoreRequest([*read, predicted[-1]], len(predicted)))
+                windows.append(([*read, predicted[-1]], len(predicted)))
                 owners.append(number)
         totals = [0.0] * len(requests)
         for number, (log_likelihood, _) in zip(owners, self.scored(windows), strict=True):
@@ -144,123 +128,106 @@ class Harness(TemplateLM):
         return totals
 
     @torch.inference_mode()
-    def scored(self, asked: Sequence[ScoreRequest]) -> list[tuple[float, bool]]:
+    def scored(self, texts: Sequence[tuple[Sequence[int], int]]) -> list[tuple[float, bool]]:
         """Log-likelihoods in nats, and whether each scored token was the likeliest one.
+
+        texts: tokens, and how many of them are scored: the last ones, each behind all before it
 
         Batches hold texts of similar lengths, the longest first: they show what fits.
         """
-        sizes = [len(request.tokens) for request in asked]
-        longest_first = sorted(range(len(asked)), key=lambda number: -sizes[number])
-        together: list[list[int]] = []
-        room = 0  # for further texts in the last batch
-        for number in longest_first:
-            if room == 0:
-                together.append([])
-                room = max(1, self._reading.batch_tokens // sizes[number])
-            together[-1].append(number)
-            room -= 1
-
+        order = sorted(range(len(texts)), key=lambda number: -len(texts[number][0]))
         scores: dict[int, tuple[float, bool]] = {}
         device = self._model.word_embeddings.weight.device
-        for numbers in tqdm(together, "log-likelihood"):
-            # What is behind the end of a shorter text changes nothing before it.
-            tokens = [torch.tensor(asked[number].tokens) for number in numbers]
-            padded = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
-            ids = padded.to(device)
-            features = self._model.features(ids[:, :-1])
-            for row, number in enumerate(numbers):
-                end = sizes[number] - 1
-                first = end - asked[number].scored
-                of_targets = features[row, first:end].split(TOGETHER)
-                labels = ids[row, first + 1 : end + 1].split(TOGETHER)
-                total, greedy = 0.0, True
-                for x, wanted in zip(of_targets, labels, strict=True):
-                    logits = F.linear(x, self._model.output_matrix).float()
-                    losses = F.cross_entropy(logits, wanted, reduction="none")
-                    total -= losses.double().sum().item()
-                    greedy = greedy and torch.equal(logits.argmax(dim=-1), wanted)
-                scores[number] = total, greedy
-        return [scores[number] for number in range(len(asked))]
+        with tqdm(total=len(texts), desc="log-likelihood") as progress:
+            while numbers := order[len(scores) :]:
+                numbers = numbers[: max(1, self._batch_tokens // len(texts[numbers[0]][0]))]
+                # What is behind the end of a shorter text changes nothing before it.
+                tokens = [torch.tensor(texts[number][0], device=device) for number in numbers]
+                ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
+                features = self._model.features(ids[:, :-1])
+                for x, targets, number in zip(features, tokens, numbers, strict=True):
+                    count = texts[number][1]
+                    x = x[len(targets) - 1 - count : len(targets) - 1].split(TOGETHER)
+                    total, greedy = 0.0, True
+                    for part, labels in zip(x, targets[-count:].split(TOGETHER), strict=True):
+                        logits = F.linear(part, self._model.output_matrix).float()
+                        losses = F.cross_entropy(logits, labels, reduction="none")
+                        total -= losses.double().sum().item()
+                        greedy = greedy and torch.equal(logits.argmax(dim=-1), labels)
+                    scores[number] = total, greedy
+                progress.update(len(numbers))
+        return [scores[number] for number in range(len(texts))]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """The continuation of each text, without the string that ends it.
 
         As in the harness, its tokens are decoded alone, and special ones have no text.
         """
-        length = self.max_length
         sizes = []
         by_settings: dict[GenerationSettings, list[Continuation]] = {}
         for number, request in enumerate(requests):
-            text, given = request.args
-            settings = settings_by(given)
-            new_tokens = settings.max_new_tokens
-            room = length - new_tokens
+            text, kwargs = request.args
+            settings = settings_by(kwargs)
+            room = self._length - settings.max_new_tokens
             if room < 1:
                 raise UserError(
-                    f"--lengths {length}: a task asks for {new_tokens} new tokens, which leaves no"
-                    " place for its text - give a longer length"
+                    f"--lengths {self._length}: a task asks for {settings.max_new_tokens} new"
+                    " tokens, which leaves no place for its text - give a longer length"
                 )
             # As in the harness, a text that is too long loses its beginning.
             prompt = self.tok_encode(text)
-            sizes.append(len(prompt) + new_tokens)
-            asked = by_settings.setdefault(settings, [])
-            asked.append(Continuation(self._ours, prompt[-room:], settings, number))
+            sizes.append(len(prompt) + settings.max_new_tokens)
+            text = Continuation(self._tokenizer, prompt[-room:], settings, number)
+            by_settings.setdefault(settings, []).append(text)
         self._warn_of_cuts(sizes)
-        most = max(1, self._reading.batch_tokens // length)
-        together: list[list[Continuation]] = []
-        for settings, asked in by_settings.items():
-            together += batches(asked, most, settings.max_new_tokens)
-        sizes_of_tokens = self._ours.token_bytes()
-        found: dict[int, str] = {}
-        for batch in tqdm(together, "continuations"):
-            settings = batch[0].settings
-            for _ in decode(self._model, self._ours.vocab_size, batch, settings):
-                pass
-            for continuation in batch:
-                new = continuation.tokens[len(continuation.prompt) :]
-                if sizes_of_tokens is not None:
-                    new = [token for token in new if sizes_of_tokens[token]]
-                text = self._ours.decode(new)
-                for stop in settings.stops:
-                    text, _, _ = text.partition(stop)
-                found[continuation.number] = text
-        return [found[number] for number in range(len(requests))]
+        most = max(1, self._batch_tokens // self._length)
+        token_bytes = self._tokenizer.token_bytes()
+        answers: dict[int, str] = {}
+        with tqdm(total=len(requests), desc="continuations") as progress:
+            for settings, texts in by_settings.items():
+                for step in decode(self._model, self._tokenizer.vocab_size, texts, most):
+                    for text in step:
+                        if text.ended is None:
+                            continue
+                        new = text.tokens[len(text.prompt) :]
+                        if token_bytes is not None:
+                            new = [token for token in new if token_bytes[token]]
+                        answer = self._tokenizer.decode(new)
+                        for stop in settings.stops:
+                            answer, _, _ = answer.partition(stop)
+                        answers[text.number] = answer
+                        progress.update()
+        return [answers[number] for number in range(len(requests))]
 
     def _warn_of_cuts(self, sizes: Sequence[int]) -> None:
-        """Say how many texts lose their beginning; sizes: tokens of each with its continuation."""
-        cut = sum(size > self.max_length for size in sizes)
+        """Warn of texts that lose their beginning; sizes: tokens of each with its continuation."""
+        cut = sum(size > self._length for size in sizes)
         if cut:
-            logger.warning(
-                "%d of %d texts are longer than %d tokens, up to %d: they lost their beginning",
-                cut,
-                len(sizes),
-                self.max_length,
-                max(sizes),
-            )
+            counts = cut, len(sizes), self._length, max(sizes)
+            logger.warning(CUT, *counts)
 
 
-def settings_by(given: Mapping[str, Any]) -> GenerationSettings:
+def settings_by(kwargs: Mapping[str, Any]) -> GenerationSettings:
     """The settings that generation_kwargs of a task mean; UserError for others."""
     where = "--tasks: generation_kwargs of a task"
     try:
-        known: dict[str, Any] = dict(normalize_gen_kwargs(dict(given), USUAL_NEW_TOKENS))
+        values: dict[str, Any] = dict(normalize_gen_kwargs(dict(kwargs), USUAL_NEW_TOKENS))
         numbers = {
-            name: kind(known[name])
+            name: kind(values[name])
             for name, kind in SAMPLING.items()
-            if known.get(name) is not None
+            if values.get(name) is not None
         }
     except (TypeError, ValueError, OverflowError) as fault:
         raise UserError(f"{where} hold what is not a number ({fault}) - correct its file") from None
-    unknown = sorted(set(known) - HANDLED)
-    if unknown:
+    if unknown := sorted(values.keys() - HANDLED):
         raise UserError(
             f"{where} name {', '.join(unknown)}, which is not offered - leave it out; known are"
             f" {', '.join(sorted(HANDLED))}"
         )
-    if not known["do_sample"]:
+    if not values["do_sample"]:
         numbers = {"repetition_penalty": numbers.get("repetition_penalty", 1.0), "temperature": 0.0}
-    stops = tuple(str(stop) for stop in known["until"] if stop not in ("", None))
-    settings = GenerationSettings(max_new_tokens=known["max_gen_toks"], stops=stops, **numbers)
+    stops = tuple(str(stop) for stop in values["until"] if stop not in ("", None))
+    settings = GenerationSettings(max_new_tokens=values["max_gen_toks"], stops=stops, **numbers)
     try:
         settings.check()
     except UserError as fault:

@@ -4,10 +4,11 @@ import json
 import logging
 import random
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Required, cast
@@ -77,17 +78,12 @@ class TaskRow(Question, total=False):
     harness: str  # version of lm-evaluation-harness
 
 
-@dataclass(frozen=True)
-class Done:
-    """The rows of one call, and the file that they were added to."""
+def evaluate_tasks(
+    config: Config | None, tasks: Tasks, options: Options
+) -> tuple[list[TaskRow], Path]:
+    """Ask the tasks at every length on every variant; rows, and the file that they were added to.
 
-    rows: list[TaskRow]
-    output: Path
-
-
-def evaluate_tasks(config: Config | None, tasks: Tasks, options: Options) -> Done:
-    """Ask the tasks at every length on every variant, and write rows as soon as they are known.
-
+    Rows are written as soon as they are measured.
     options: checkpoint, step, lengths, output, dtype, stride and variants, as in an evaluation;
     lengths: tokens that the model sees at most, the training's if none is given
     Raises UserError, before anything is computed, for what cannot be asked or written.
@@ -116,56 +112,50 @@ def evaluate_tasks(config: Config | None, tasks: Tasks, options: Options) -> Don
     if output is None:
         names = "+".join(sorted(name.replace("/", "_") for name in tasks.names))
         # Not beside rows of perplexity: a pattern of all files there is what compare.py is given.
-        place = checkpoint.path.parent / "tasks"
-        output = place / f"{checkpoint.path.name}-{names[:MOST_NAMES]}.jsonl"
+        folder = checkpoint.path.parent / "tasks"
+        output = folder / f"{checkpoint.path.name}-{names[:MOST_NAMES]}.jsonl"
     check_output(output, LINES)
     existing_rows(output)
     manager, loaded = loaded_tasks(tasks, tokenizer, lengths[0])
 
     from lm_eval.evaluator import simple_evaluate
 
-    from megatron.harness import adapter
+    from megatron.harness.adapter import Harness
 
     model.to(device, DTYPES[options.dtype])
     use_threads(count_parameters(model), device)
     batch_tokens = checkpoint.config.evaluation.eval_batch_tokens
     rows: list[TaskRow] = []
     with owned_file(output, "--output"):
-        for attention in several:
+        for attention, length in product(several, lengths):
             model.use_attention(attention)
-            for length in lengths:
-                reading = adapter.Reading(length, stride or length, batch_tokens)
-                logger.info("%s at %d tokens", ", ".join(tasks.names), length)
-                try:
-                    results = simple_evaluate(
-                        model=adapter.Harness(model, tokenizer, reading),
-                        tasks=loaded,
-                        num_fewshot=tasks.shots,
-                        limit=tasks.limit,
-                        task_manager=manager,
-                        log_samples=False,
-                    )
-                except UserError:
-                    raise
-                except Exception as fault:  # whatever a task's own code raises
-                    raise failed(tasks, "failed", fault) from fault
-                facts = {
-                    **checkpoint.facts(attention),
-                    **checkpoint.begin_of_text,
-                    "protocol": "tasks",
-                    "length": length,
-                    "stride": reading.stride,
-                    "harness": harness_version,
-                }
-                if tasks.metadata:
-                    facts["metadata"] = json.dumps(tasks.metadata, sort_keys=True)
-                assert results is not None  # processes but the first get none
-                found = rows_of(results, cast("Facts", facts))
-                rows += found
-                # A row replaces the one that answers the same question.
-                merged = {question_of(row): row for row in (*existing_rows(output), *found)}
-                write_lines(output, merged.values())
-    return Done(rows, output)
+            step = stride or length
+            logger.info("%s at %d tokens", ", ".join(tasks.names), length)
+            with failures(tasks, "failed"):
+                results: Any = simple_evaluate(
+                    model=Harness(model, tokenizer, length, step, batch_tokens),
+                    tasks=loaded,
+                    num_fewshot=tasks.shots,
+                    limit=tasks.limit,
+                    task_manager=manager,
+                    log_samples=False,
+                )
+            facts = {
+                **checkpoint.facts(attention),
+                **checkpoint.begin_of_text,
+                "protocol": "tasks",
+                "length": length,
+                "stride": step,
+                "harness": harness_version,
+            }
+            if tasks.metadata:
+                facts["metadata"] = json.dumps(tasks.metadata, sort_keys=True)
+            measured = rows_of(results, cast("Facts", facts))
+            rows += measured
+            # A row replaces the one that answers the same question.
+            merged = {question_of(row): row for row in (*existing_rows(output), *measured)}
+            write_lines(output, merged.values())
+    return rows, output
 
 
 def loaded_tasks(tasks: Tasks, tokenizer: Tokenizer, window: int) -> tuple[Any, list[Any]]:
@@ -179,14 +169,12 @@ def loaded_tasks(tasks: Tasks, tokenizer: Tokenizer, window: int) -> tuple[Any, 
 
     for name in ("lm_eval", "datasets"):  # they name each default of each task
         logging.getLogger(name).setLevel(logging.ERROR)
-    # The harness's own thousands of files take seconds to read.
-    own = None if tasks.folder is None else str(tasks.folder)
     # RULER's tasks count tokens by a tokenizer that transformers opens by its name.
-    ours = f"of the checkpoint {uuid4()}"  # another name each time: they keep what they have opened
+    name_of_ours = f"of the checkpoint {uuid4()}"  # a new name each time: what was opened is cached
     manager: Any = TaskManager(
-        include_path=own,
-        include_defaults=own is None,
-        metadata={**tasks.metadata, "tokenizer": ours},
+        include_path=None if tasks.folder is None else str(tasks.folder),
+        include_defaults=tasks.folder is None,  # thousands of files, which take seconds to read
+        metadata={**tasks.metadata, "tokenizer": name_of_ours},
     )
     for name in tasks.names:
         if name not in manager.all_tasks:
@@ -197,26 +185,22 @@ def loaded_tasks(tasks: Tasks, tokenizer: Tokenizer, window: int) -> tuple[Any, 
     by_transformers = AutoTokenizer.from_pretrained
 
     def opened(name: str, **options: Any) -> Any:
-        if name != ours:
+        if name != name_of_ours:
             return by_transformers(name, **options)
         check_ruler(tasks, tokenizer, window)
         return lambda text: SimpleNamespace(input_ids=tokenizer.encode(text))
 
     random.seed(SEEDS[0])  # of texts that tasks make up
     np.random.seed(SEEDS[1])
-    try:
-        with (
-            mock.patch.object(AutoTokenizer, "from_pretrained", opened),
-            redirect_stdout(sys.stderr),  # some tasks print while they make texts
-        ):
-            found = manager.load(list(tasks.names))
-    except UserError:
-        raise
-    except Exception as fault:  # whatever a task's own code and the hub's library raise
-        raise failed(tasks, "cannot be loaded", fault) from fault
-    within = {name for group in found["groups"].values() for name in group.child_names}
-    everything = {**found["groups"], **found["tasks"]}
-    return manager, [one for name, one in everything.items() if name not in within]
+    with (
+        failures(tasks, "cannot be loaded"),
+        mock.patch.object(AutoTokenizer, "from_pretrained", opened),
+        redirect_stdout(sys.stderr),  # some tasks print while they make texts
+    ):
+        loaded = manager.load(list(tasks.names))
+    members = {name for group in loaded["groups"].values() for name in group.child_names}
+    everything = loaded["groups"] | loaded["tasks"]
+    return manager, [task for name, task in everything.items() if name not in members]
 
 
 def check_ruler(tasks: Tasks, tokenizer: Tokenizer, window: int) -> None:
@@ -236,13 +220,12 @@ def check_ruler(tasks: Tasks, tokenizer: Tokenizer, window: int) -> None:
         )
     example, needed = 0, SHORTEST
     if TRACKING & set(tasks.names):
-        texts = [vt_utils.generate_input_output(5, 1, 4, is_icl=True)]
-        texts.append(vt_utils.generate_input_output(10, 1, 4))
-        example, text = (
-            int(1.1 * len(tokenizer.encode(f"{text} {names}"))) + 30  # names are random
-            for text, names in texts
-        )
-        needed = example + text
+        sizes = []
+        for count, is_example in ((5, True), (10, False)):
+            text, names = vt_utils.generate_input_output(count, 1, 4, is_icl=is_example)
+            size = len(tokenizer.encode(f"{text} {names}"))
+            sizes.append(int(1.1 * size) + 30)  # names are random
+        example, needed = sizes[0], sum(sizes)
     if example > 500:
         raise UserError(
             f"--tasks: ruler_vt's example has {example} tokens with this tokenizer, and 500 are its"
@@ -255,13 +238,19 @@ def check_ruler(tasks: Tasks, tokenizer: Tokenizer, window: int) -> None:
         )
 
 
-def failed(tasks: Tasks, what: str, fault: Exception) -> UserError:
-    """The message about tasks that fail by themselves."""
-    return UserError(
-        f"--tasks: {', '.join(tasks.names)} {what} ({type(fault).__name__}: {in_words(fault)}) -"
-        " correct a task file of your own, or install what it needs; data of a hub are downloaded"
-        " once, with a network"
-    )
+@contextmanager
+def failures(tasks: Tasks, problem: str) -> Iterator[None]:
+    """Make one message of whatever a task's code and the hub's library raise."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as fault:
+        raise UserError(
+            f"--tasks: {', '.join(tasks.names)} {problem} ({type(fault).__name__}:"
+            f" {in_words(fault)}) - correct a task file of your own, or install what it needs;"
+            " data of a hub are downloaded once, with a network"
+        ) from fault
 
 
 def rows_of(results: Mapping[str, Any], facts: Facts) -> list[TaskRow]:
@@ -270,27 +259,23 @@ def rows_of(results: Mapping[str, Any], facts: Facts) -> list[TaskRow]:
     for task, metrics in results["results"].items():
         counts = results["n-samples"].get(task, {})
         about = {
-            "task": task,
             "documents": counts.get("effective"),
             "of_documents": counts.get("original"),
             "shots": results["n-shot"].get(task),
-            "task_version": str(results["versions"].get(task)),
         }
-        known = {key: value for key, value in about.items() if value is not None}
+        about = {key: value for key, value in about.items() if value is not None}
         for name, value in metrics.items():
             metric, _, which = name.partition(",")
             if not which or metric.endswith("_stderr"):
                 continue
             if metric.isdigit() and value == -1:  # RULER: no text has this length
                 continue
+            row = {**facts, "task": task, "task_version": str(results["versions"].get(task))}
+            row |= {**about, "metric": metric, "filter": which}
             stderr = metrics.get(f"{metric}_stderr,{which}")  # "N/A" for none
-            own = {
-                "metric": metric,
-                "filter": which,
-                "value": float(value) if isinstance(value, int | float) else None,
-                "stderr": float(stderr) if isinstance(stderr, int | float) else None,
-            }
-            rows.append(cast("TaskRow", facts | known | own))
+            for key, number in (("value", value), ("stderr", stderr)):
+                row[key] = float(number) if isinstance(number, int | float) else None
+            rows.append(cast("TaskRow", row))
     return rows
 
 
@@ -314,12 +299,7 @@ def table(rows: Iterable[TaskRow]) -> str:
         texts = []
         for column in COLUMNS:
             value = row.get(column)
-            if value is None:
-                text = "n/a"
-            elif isinstance(value, float):
-                text = f"{value:.4f}"
-            else:
-                text = str(value)
-            texts.append(text)
+            text = "n/a" if value is None else str(value)
+            texts.append(f"{value:.4f}" if isinstance(value, float) else text)
         lines.append(texts)
     return "\n".join(in_columns(lines))

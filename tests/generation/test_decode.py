@@ -51,21 +51,22 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return torch.randint(VOCAB, (length,), generator=generator).tolist()
 
 
-def texts_of(prompts: Sequence[list[int]], settings: GenerationSettings) -> list[Continuation]:
-    return [
-        Continuation(Numbers(), tokens, settings, number) for number, tokens in enumerate(prompts)
-    ]
+def decoded(gpt, prompts, vocab=VOCAB, **changes) -> list[Continuation]:
+    """The continuations of all prompts, computed together."""
+    settings = replace(GREEDY, **changes)
+    texts = []
+    for number, tokens in enumerate(prompts):
+        texts.append(Continuation(Numbers(), tokens, settings, number))
+    for _ in decode(gpt, vocab, texts):
+        pass
+    assert all(text.ended for text in texts)
+    return texts
 
 
 def continued(
     gpt: GPT, prompts: Sequence[list[int]], new: int, vocab: int = VOCAB, **changes
 ) -> list[list[int]]:
-    settings = replace(GREEDY, max_new_tokens=new, **changes)
-    texts = texts_of(prompts, settings)
-    for _ in decode(gpt, vocab, texts, settings):
-        pass
-    assert all(text.ended for text in texts)
-    return [text.tokens for text in texts]
+    return [text.tokens for text in decoded(gpt, prompts, vocab, max_new_tokens=new, **changes)]
 
 
 @every_signature
@@ -82,10 +83,10 @@ def test_tokens_are_those_of_a_whole_pass_and_without_a_cache(name):
 @every_signature
 def test_texts_of_a_batch_are_those_of_each_prompt_alone(name):
     gpt = model(name)
-    prompts = [prompt(length, seed=length) for length in (23, 1, 60, 23)]
-    together = continued(gpt, prompts, 12)
-    assert together == [continued(gpt, [one], 12)[0] for one in prompts]
-    assert [len(tokens) for tokens in together] == [35, 13, 72, 35]
+    prompts = [prompt(length, seed=length) for length in (13, 1, 16, 13, 60)]  # 60: a later batch
+    together = continued(gpt, prompts, 15)
+    assert together == [continued(gpt, [ids], 15)[0] for ids in prompts]
+    assert [len(tokens) for tokens in together] == [28, 16, 31, 28, 75]
     drawing = {"temperature": 0.8, "top_p": 0.9}
     prompts = [prompt(12), prompt(12), prompt(30)]
     together = continued(gpt, prompts, 16, **drawing)
@@ -96,20 +97,15 @@ def test_texts_of_a_batch_are_those_of_each_prompt_alone(name):
 def test_a_text_ends_with_its_document_and_does_not_change_the_others():
     gpt = model("kerple_log")
     prompts = [prompt(length, seed=length) for length in (5, 9, 14)]
-    settings = replace(GREEDY, max_new_tokens=200, past_documents=False, temperature=1.0)
-    together = texts_of(prompts, settings)
-    for _ in decode(gpt, VOCAB, together, settings):
-        pass
+    changes = {"max_new_tokens": 200, "past_documents": False, "temperature": 1.0}
+    together = decoded(gpt, prompts, **changes)
     assert {text.ended for text in together} <= {"end_of_document", "max_new_tokens"}
     ended = [text for text in together if text.ended == "end_of_document"]
     assert ended
     assert all(
         text.tokens.index(Numbers.eod, len(text.prompt)) + 1 == len(text.tokens) for text in ended
     )
-    alone = Continuation(Numbers(), prompts[1], settings, number=1)
-    for _ in decode(gpt, VOCAB, [alone], settings):
-        pass
-    assert alone.tokens == together[1].tokens
+    assert decoded(gpt, prompts[:1], **changes)[0].tokens == together[0].tokens
 
 
 def test_only_tokens_of_the_tokenizer_are_chosen_and_numbers_must_be_finite():
@@ -135,7 +131,7 @@ class Drawing:
 
 
 def drawn(logits, tokens, draw, **settings):
-    texts = [Drawing(one, draw) for one in tokens]
+    texts = [Drawing(ids, draw) for ids in tokens]
     return chosen(logits, texts, GenerationSettings(**settings))
 
 
@@ -143,17 +139,17 @@ def test_probabilities_are_those_of_transformers_in_its_order():
     """The share of each token over a grid of draws, for each setting and all together."""
     tokens = [[1, 5, 5, 7], [2, 2, 2, 2], [0, 30, 4, 9]]
     logits = 3 * torch.randn(3, 40)
-    one_each = (
+    single = (
         (RepetitionPenaltyLogitsProcessor(1.2), {"repetition_penalty": 1.2}),
         (TemperatureLogitsWarper(0.7), {"temperature": 0.7}),
         (TopKLogitsWarper(10), {"top_k": 10}),
         (TopPLogitsWarper(0.8), {"top_p": 0.8}),
     )
     together = ([], {})
-    for theirs, settings in one_each:
+    for theirs, settings in single:
         together = ([*together[0], theirs], together[1] | settings)
     grid = 1000
-    for processors, settings in [([one], given) for one, given in one_each] + [together]:
+    for processors, settings in [([theirs], settings) for theirs, settings in single] + [together]:
         expected = logits.clone()
         for theirs in processors:
             expected = theirs(torch.tensor(tokens), expected)

@@ -59,8 +59,8 @@ def test_the_continuation_alone_is_on_standard_output(generate, folder):
 
 def test_with_and_without_a_cache_the_text_is_the_same_and_a_seed_repeats_it(generate):
     for words in ((), ("--window", "20", "--sinks", "3"), ("--logn-scale", "on")):
-        asked = ("--prompt", PROMPT, "--max-new-tokens", "90", "--seed", "3", *words)
-        assert generate(*asked) == generate(*asked, "--no-cache")
+        words = ("--prompt", PROMPT, "--max-new-tokens", "90", "--seed", "3", *words)
+        assert generate(*words) == generate(*words, "--no-cache")
     texts = [generate("--prompt", PROMPT, "--seed", seed) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 
@@ -105,8 +105,8 @@ def test_finished_texts_are_written_where_ctrl_c_ends_the_others(folder, tmp_pat
     assert call("generate.py", *words, whole).returncode == 0
     decode = decoding.continued
 
-    def stopping(*given):
-        for count, texts in enumerate(decode(*given), 1):
+    def stopping(*arguments):
+        for count, texts in enumerate(decode(*arguments), 1):
             yield texts
             if count == 7:  # in the third text
                 raise KeyboardInterrupt

@@ -31,7 +31,7 @@ def folder(corpus, tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
+def empty_folder(tmp_path, monkeypatch):
     """An empty folder, where the package wonderwords is looked for first."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -41,8 +41,8 @@ def here(tmp_path, monkeypatch):
 
 def ask(folder, place, task, words):
     place = ROOT / place if place == "configs/tasks" else TASKS / place
-    given = ("--checkpoint", folder, "--task-folder", place, "--tasks", task, "-o", "rows.jsonl")
-    return call("evaluate.py", *given, *shlex.split(words))
+    task_words = ("--task-folder", place, "--tasks", task, "-o", "rows.jsonl")
+    return call("evaluate.py", "--checkpoint", folder, *task_words, *shlex.split(words))
 
 
 def scored(task, folder):
@@ -61,10 +61,10 @@ def scored(task, folder):
 def test_a_recipe_scores_what_follows_the_prompt(task, folder, monkeypatch):
     recipe = RECIPES[task]
     prompts = []
-    of_model = Harness.generate_until
+    generate_until = Harness.generate_until
 
     def one_right_answer(self, requests):
-        written = of_model(self, requests)
+        written = generate_until(self, requests)
         prompts.extend(request.args[0] for request in requests)
         return [f" {re.search(recipe['answer'], prompts[0])[1]}\n", *written[1:]]
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from megatron.checkpoints.read import load_for_evaluation
 from megatron.data.tokenizers.build import build_tokenizer
@@ -23,7 +24,7 @@ from tests.model.test_cache import model as small_model
 from tests.support import ROOT, call
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
-from megatron.harness.adapter import Harness, Reading, ScoreRequest, settings_by
+from megatron.harness.adapter import Harness, settings_by
 
 TEXT = (ROOT / "megatron" / "errors.py").read_text(encoding="utf-8")
 CHOICES = [
@@ -89,26 +90,26 @@ def opened(folder):
     return model, build_tokenizer("CharLevelTokenizer", None, None)
 
 
-def requests(*of_each):
-    return [SimpleNamespace(args=args) for args in of_each]
+def requests(*arguments):
+    return [SimpleNamespace(args=args) for args in arguments]
 
 
 @torch.no_grad()
 def log_p(model, tokens):
-    """Of each token behind the first one, by a whole pass in float64."""
-    found = model(torch.tensor([tokens[:-1]]))[0].double().log_softmax(-1)
-    return found[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])]
+    """Log-probabilities of the tokens behind the first one, by a whole pass in float64."""
+    logits = model(torch.tensor([tokens[:-1]]))[0].double()
+    return -cross_entropy(logits, torch.tensor(tokens[1:]), reduction="none")
 
 
 def test_a_continuation_behind_a_long_text_is_scored_with_the_last_tokens_of_it(opened, caplog):
     model, tokenizer = opened
-    harness = Harness(model, tokenizer, Reading(64, 64))
     text, continuation = TEXT[:200].rstrip(), " and more"
-    ((found, _),) = harness.loglikelihood(requests((text, continuation)))
-    tokens = tokenizer.encode(text + continuation)[-65:]
-    expected = log_p(model, tokens)[-len(tokenizer.encode(continuation)) :].sum()
-    assert found == pytest.approx(expected.item(), abs=1e-4)
-    read = len(tokenizer.encode(text + continuation)) - 1  # the last token is only predicted
+    harness = Harness(model, tokenizer, 64, 64)
+    ((log_likelihood, _),) = harness.loglikelihood(requests((text, continuation)))
+    tokens = tokenizer.encode(text + continuation)
+    expected = log_p(model, tokens[-65:])[-len(tokenizer.encode(continuation)) :].sum()
+    assert log_likelihood == pytest.approx(expected.item(), abs=1e-4)
+    read = len(tokens) - 1  # the last token is only predicted
     assert f"1 of 1 texts are longer than 64 tokens, up to {read}: they lost" in caplog.text
 
 
@@ -119,40 +120,40 @@ def test_rolling_is_our_sliding_protocol_on_the_same_text(opened, length, stride
     tokens = tokenizer.encode(TEXT)[:count]
     text = tokenizer.decode(tokens)
     region = np.array([tokenizer.eod, *tokens])
-    of_text = SimpleNamespace(cut=partial(windows_of, [(0, region)]))
-    windows = Sliding(stride).windows_at(of_text, length)
+    scored_text = SimpleNamespace(cut=partial(windows_of, [(0, region)]))
+    windows = Sliding(stride).windows_at(scored_text, length)
     ours = measured(model, windows)
-    harness = Harness(model, tokenizer, Reading(length, stride))
-    (found,) = harness.loglikelihood_rolling(requests((text,)))
+    harness = Harness(model, tokenizer, length, stride)
+    (log_likelihood,) = harness.loglikelihood_rolling(requests((text,)))
     assert ours["tokens"] == count
-    assert -found / count == pytest.approx(ours["loss"], abs=1e-4)
+    assert -log_likelihood / count == pytest.approx(ours["loss"], abs=1e-4)
 
 
 @every_signature
 @torch.no_grad()
 def test_each_text_has_the_numbers_that_it_has_alone(name):
     gpt = small_model(name)
-    asked = []
+    texts = []
     for length, count in ((30, 3), (2, 1), (60, 59), (7, 2)):
-        asked.append(ScoreRequest(torch.randint(50, (length,)).tolist(), count))
+        texts.append((torch.randint(50, (length,)).tolist(), count))
     greedy = [3, 1, 4]
     for _ in range(5):
         greedy.append(int(gpt(torch.tensor([greedy]))[0, -1].argmax()))
-    asked.append(ScoreRequest(greedy, 5))
-    found = Harness(gpt, None, Reading(64, 64, batch_tokens=100)).scored(asked)
-    assert [is_greedy for _, is_greedy in found[2:]] == [False, False, True]
-    for request, (log_likelihood, _) in zip(asked, found, strict=True):
-        expected = log_p(gpt, request.tokens)[-request.scored :].sum().item()
+    texts.append((greedy, 5))
+    scores = Harness(gpt, None, 64, 64, batch_tokens=100).scored(texts)
+    assert [is_greedy for _, is_greedy in scores[2:]] == [False, False, True]
+    for (tokens, count), (log_likelihood, _) in zip(texts, scores, strict=True):
+        expected = log_p(gpt, tokens)[-count:].sum().item()
         assert log_likelihood == pytest.approx(expected, abs=1e-4)
 
 
 def test_continuations_end_before_a_string_and_see_the_last_tokens(opened):
     model, tokenizer = opened
-    harness = Harness(model, tokenizer, Reading(40, 40))
+    harness = Harness(model, tokenizer, 40, 40)
     kwargs = {"until": ["\n"], "max_gen_toks": 12, "do_sample": False}
     prompts = [TEXT[:100], "import", TEXT[50:60]]
-    found = harness.generate_until(requests(*[(prompt, kwargs) for prompt in prompts]))
-    for prompt, continuation in zip(prompts, found, strict=True):
+    continuations = harness.generate_until(requests(*[(prompt, kwargs) for prompt in prompts]))
+    for prompt, continuation in zip(prompts, continuations, strict=True):
         ids = tokenizer.encode(prompt)[-28:]
         new = []
         for _ in range(12):
@@ -165,34 +166,34 @@ def test_continuations_end_before_a_string_and_see_the_last_tokens(opened):
 
 
 def test_what_a_task_asks_for_in_vain_is_one_message(opened):
-    harness = Harness(*opened, Reading(64, 64))
+    harness = Harness(*opened, 64, 64)
     with pytest.raises(UserError, match="--lengths 64: a task asks for 64 new tokens"):
         harness.generate_until(requests(("a", {"max_gen_toks": 64})))
     with pytest.raises(UserError, match="--lengths 64: a task scores 90 tokens at once"):
         harness.loglikelihood(requests(("a", "b" * 90)))
-    for given, message in (
+    for kwargs, message in (
         ({"num_beams": 4}, " name num_beams, which is not offered - leave it out; known are do_"),
         ({"max_gen_toks": "many"}, " hold what is not a number (invalid literal for int() with"),
         ({"do_sample": True, "top_k": 0}, ": --top-k 0: give a number of 1 to"),
     ):
         with pytest.raises(UserError) as fault:
-            settings_by(given)
+            settings_by(kwargs)
         assert str(fault.value).startswith(f"--tasks: generation_kwargs of a task{message}")
 
 
 def test_settings_have_the_names_that_other_libraries_give_them():
     greedy = settings_by({"until": ["Q:", "", None], "max_new_tokens": 5, "temperature": 0})
     assert greedy == GenerationSettings(max_new_tokens=5, stops=("Q:",), temperature=0)
-    found = settings_by({"do_sample": True, "temperature": "0.5", "top_k": 3, "top_p": 0.9})
-    assert found == GenerationSettings(max_new_tokens=256, temperature=0.5, top_k=3, top_p=0.9)
+    drawing = settings_by({"do_sample": True, "temperature": "0.5", "top_k": 3, "top_p": 0.9})
+    assert drawing == GenerationSettings(max_new_tokens=256, temperature=0.5, top_k=3, top_p=0.9)
 
 
 # --- the command ---
 
 
 def ask(folder, tasks, *words):
-    given = ("--checkpoint", folder, "--task-folder", tasks, "--tasks")
-    done = call("evaluate.py", *given, *words)
+    task_words = ("--task-folder", tasks, "--tasks", *words)
+    done = call("evaluate.py", "--checkpoint", folder, *task_words)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -241,14 +242,14 @@ def test_only_the_row_of_the_same_question_is_replaced(folder, tasks, tmp_path):
 def test_what_cannot_be_asked_is_one_message(folder, tasks, tmp_path, monkeypatch):
     form = FORM.format(name="gone", file=tmp_path / "gone.jsonl", kind="multiple_choice")
     (tmp_path / "gone.yaml").write_text(form + CLOZE)
-    own = ("--task-folder", tasks)
+    ours = ("--task-folder", tasks)
     for words, message in (
-        (["clozze", *own], "--tasks: no task is called clozze - did you mean cloze?"),
+        (["clozze", *ours], "--tasks: no task is called clozze - did you mean cloze?"),
         (["gone", "--task-folder", tmp_path], "--tasks: gone cannot be loaded ("),
-        (["cloze", *own, "--shots", "9"], "cloze failed (ValueError: Sample larger than popul"),
+        (["cloze", *ours, "--shots", "9"], "cloze failed (ValueError: Sample larger than popul"),
         (["cloze", "--task-folder", "nowhere"], "--task-folder: nowhere is not a"),
         (["cloze", "--protocol", "tail"], "--protocol: tasks have protocols of their"),
-        (["cloze", *own, "--stride", "99"], "--stride 99: must be 1 to 64"),
+        (["cloze", *ours, "--stride", "99"], "--stride 99: must be 1 to 64"),
     ):
         done = call("evaluate.py", "--checkpoint", folder, "--tasks", *words)
         assert done.returncode == 1, done.stdout + done.stderr

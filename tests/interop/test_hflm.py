@@ -25,7 +25,7 @@ from tests.interop.models import SIZES, a_run, spread
 from tests.support import call
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
-from megatron.harness.adapter import Harness, Reading
+from megatron.harness.adapter import Harness
 
 LENGTH = 24
 TEXT = "Answer the question. The Answer is short, and the answer is: yes.\n"
@@ -80,7 +80,7 @@ def harnesses(both):
     trained, tokenizer = opened_with_tokenizer(None, run, None)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     theirs = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-    ours = Harness(trained.model, tokenizer, Reading(LENGTH, LENGTH))
+    ours = Harness(trained.model, tokenizer, LENGTH, LENGTH)
     return ours, HFLM(model, tokenizer=theirs, max_length=LENGTH, device="cpu")
 
 
