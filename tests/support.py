@@ -24,6 +24,8 @@ NEEDED = {
     "mep": {"kernels": ["exp", "kerple_log"]},
     "fire": {"mlp_layers": [4]},
     "sum": {"parts": ["rotary", "kerple_log"]},
+    **{name: {"factor": 4} for name in ("pi", "ntk", "by_parts", "yarn", "llama3")},
+    "longrope": {"factor": 4, "long_factor": 4},
 }  # without a default, or for speed
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 

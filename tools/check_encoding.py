@@ -33,8 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser(__doc__)
     add = parser.add_argument
     add("name", help="the encoding, as in pos_emb")
-    of_user = "a Python file of yours that registers encodings"
-    add("--from", dest="file", type="path", metavar="FILE", help=of_user)
+    user_file = "a Python file of yours that registers encodings"
+    add("--from", dest="file", type="path", metavar="FILE", help=user_file)
     option = "an option of the encoding, as in pos_emb_args; may be repeated"
     add("--option", action="append", default=[], metavar="KEY=VALUE", help=option)
     size = number(1, 1024)

@@ -25,16 +25,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="FILE",
         help="a Python file of yours: print what it registers, and nothing else",
     )
-    given = parser.parse_args(argv)
-    if given.write:
+    options = parser.parse_args(argv)
+    if options.write:
         renew()
         return 0
-    if not given.file:
+    if not options.file:
         print(page())
         return 0
-    known = set(REGISTRY)
-    load_file(given.file)
-    print(sections(REGISTRY.keys() - known))
+    ours = set(REGISTRY)
+    load_file(options.file)
+    print(sections(REGISTRY.keys() - ours))
     return 0
 
 

@@ -38,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("-o", "--output", type=Path, required=True, metavar="RUN", help="the new run's folder")
     tokenizer = "if SOURCE has none: tokenizer.json, or a folder with it or GPT-2's two files"
     add("--tokenizer", type=Path, metavar="FOLDER_OR_FILE", help=tokenizer)
-    own = "your own file with the encoding of an export, as in pos_emb_file"
-    add("--from", dest="file", type="path", metavar="FILE", help=own)
+    user_file = "your own file with the encoding of an export, as in pos_emb_file"
+    add("--from", dest="file", type="path", metavar="FILE", help=user_file)
     options = parser.parse_intermixed_args(settings_first(argv) if argv is not None else None)
 
     if options.file:

@@ -19,7 +19,13 @@ from megatron.config.schema import (
     plain,
 )
 from megatron.files import write_text
-from megatron.positions import NAMES_IN_FILES, fingerprint, options_of, syntax_fingerprint
+from megatron.positions import (
+    NAMES_IN_FILES,
+    defaults_of,
+    fingerprint,
+    options_of,
+    syntax_fingerprint,
+)
 from megatron.positions.layers import Entry, entries_of, name_of_layers
 
 COPY = "pos_emb_file.py"  # the user's own encoding, beside the configuration of a checkpoint
@@ -192,10 +198,10 @@ class Config(Sections):
 
 def _not_default(entry: Entry) -> dict[str, Any]:
     """The options of an encoding that differ from its own defaults."""
-    options = options_of(entry.name)
+    defaults = defaults_of(entry.name)
     chosen = {}
     for name, value in entry.options.items():
-        if name not in options or plain(value) != plain(options[name].default):
+        if name not in defaults or plain(value) != plain(defaults[name]):
             chosen[name] = value
     return chosen
 

@@ -219,7 +219,7 @@ def fold(merged: dict[str, Any], options: set[str], report: Report) -> None:
     if "alibi_scaling" in merged:
         scaling = merged.pop("alibi_scaling")
         meant = None  # options that are what the MEP fork made of it
-        if {"scaling", "factor", "rotary_pct"} <= options:
+        if {"rotary_pct", "base"} <= options:
             # 0 is plain, 1 is NTK-by-parts with factor 1, which is plain, all else is YaRN.
             meant = {} if scaling in (0, 1) else {"scaling": "yarn", "factor": 2.0} | args
         elif {"slope_factor", "normalized"} <= options:

@@ -192,7 +192,7 @@ def smallest_eigenvalues(kernel: Tensor, *, sum_is_zero: bool = False) -> Tensor
     kernel [heads, at least the largest size] float64 -> [sizes, heads], 0 if rounding explains it;
     sum_is_zero: only for vectors whose sum is 0
     """
-    found = []
+    smallest = []
     for tokens in SIZES:
         index = torch.arange(tokens)
         matrices = kernel[:, (index[:, None] - index).abs()]  # [heads, tokens, tokens]
@@ -200,9 +200,9 @@ def smallest_eigenvalues(kernel: Tensor, *, sum_is_zero: bool = False) -> Tensor
         if sum_is_zero:
             matrices = matrices - matrices.mean(dim=1, keepdim=True)
             matrices = matrices - matrices.mean(dim=2, keepdim=True)
-        smallest = torch.linalg.eigvalsh(matrices)[:, 0] / scale
-        found.append(torch.where(smallest < -ROUNDING * tokens, smallest, 0.0))
-    return torch.stack(found)
+        eigenvalue = torch.linalg.eigvalsh(matrices)[:, 0] / scale
+        smallest.append(torch.where(eigenvalue < -ROUNDING * tokens, eigenvalue, 0.0))
+    return torch.stack(smallest)
 
 
 @torch.no_grad()
@@ -337,15 +337,15 @@ def parts_sum_to_the_whole(subject: Subject) -> Finding:
     torch.manual_seed(1)
     x = torch.randn(2, subject.train_length, position.shape.hidden, dtype=torch.float64)
     whole = position.score_bias(x, {})
-    of_parts = [position.score_bias(part, {}) for part in x.split(subject.train_length // 3, dim=1)]
+    parts = [position.score_bias(part, {}) for part in x.split(subject.train_length // 3, dim=1)]
     total = torch.zeros(())
     sums = []
-    for _, w in of_parts:
+    for _, w in parts:
         sums.append(total + w)
         total = sums[-1][:, :, -1:]
     worst = largest_difference(torch.cat(sums, dim=2), whole[1])
     if whole[0] is not None:
-        factors = torch.cat([cast(Tensor, u) for u, _ in of_parts], dim=2)
+        factors = torch.cat([cast(Tensor, u) for u, _ in parts], dim=2)
         worst = max(worst, largest_difference(factors, whole[0]))
     return at_most(1e-9, worst)
 
@@ -418,9 +418,8 @@ def gradients_match_finite_differences(subject: Subject) -> Finding:
     x_weights = torch.randn_like(x)
 
     def value(*_: Tensor) -> Tensor:
-        of_embeddings = (x_weights * position.on_embeddings(x)).sum()
-        of_scores = (score_weights * scores(position, q, k, x)).sum()
-        return of_embeddings + of_scores
+        changed = (x_weights * position.on_embeddings(x)).sum()
+        return changed + (score_weights * scores(position, q, k, x)).sum()
 
     same = torch.autograd.gradcheck(
         value, parameters, atol=1e-4, rtol=1e-4, fast_mode=True, raise_exception=False

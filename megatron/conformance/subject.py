@@ -168,8 +168,8 @@ def effects_before(position: Position, end: int) -> dict[str, Tensor]:
         effects["content bias"] = score_bias.bias(torch.arange(CHUNK))[0].float().tril()
     if position.has("block_scores"):
         function, tensors = position.block_scores(q, k, x, {})
-        _, _, own = function(tensors, 0, CHUNK)
-        effects["block of scores"] = own.tril()
+        _, _, block = function(tensors, 0, CHUNK)
+        effects["block of scores"] = block.tril()
     if position.has("on_scores"):
         no_scores = torch.zeros(1, shape.heads, CHUNK, CHUNK)
         effects["content score"] = position.on_scores(no_scores, x, {}).tril()

@@ -92,8 +92,8 @@ def relative(text: str, described: str) -> tuple[str, list[str]]:
     """
     imported: list[str] = []
 
-    def made_relative(found: re.Match[str]) -> str:
-        indent, module, names = found.groups()
+    def made_relative(statement: re.Match[str]) -> str:
+        indent, module, names = statement.groups()
         lines = []
         without_comment, _, _ = names.partition("#")
         for name in NAME.finditer(without_comment):

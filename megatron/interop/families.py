@@ -21,7 +21,7 @@ from megatron.config import Config, load
 from megatron.config.schema import plain
 from megatron.errors import UserError
 from megatron.model import Architecture, AttentionSettings, options_of_entry
-from megatron.positions import options_of
+from megatron.positions import in_earlier_spelling
 from megatron.positions.layers import ATTENTION, entries_of
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
@@ -64,9 +64,8 @@ class Family:
     @property
     def known_keys(self) -> set[str]:
         """Keys of config.json that this family reads."""
-        of_encoding = () if self.rotary == "none" else TABLE["rope_keys"]
-        own = {*self.keys, *self.only, *self.layered, *self.unused}
-        return {*own, "vocab_size", *of_encoding}
+        rope_keys = () if self.rotary == "none" else TABLE["rope_keys"]
+        return {*self.keys, *self.only, *self.layered, *self.unused, "vocab_size", *rope_keys}
 
     def reads(self, key: str, value: Any) -> bool:
         """Whether transformers' class, or what all classes share, may read a key of config.json."""
@@ -87,9 +86,9 @@ class Family:
         """Our keys and values for a config.json; UserError for what we do not compute."""
         from transformers import CONFIG_MAPPING  # only here: importing it takes seconds
 
-        given = {key: value for key, value in config.items() if key in self.known_keys}
+        keys = {key: value for key, value in config.items() if key in self.known_keys}
         try:
-            theirs = CONFIG_MAPPING[self.model_type].from_dict(given).to_dict()
+            theirs = CONFIG_MAPPING[self.model_type].from_dict(keys).to_dict()
         except Exception as fault:  # it raises many kinds
             reason = " ".join(str(fault).split())
             raise UserError(f"{self.architecture} refuses it ({reason:.300})") from None
@@ -104,9 +103,9 @@ class Family:
             value = theirs.get(key)  # Qwen 2 has no head_dim
             if key in self.values:
                 if value not in self.values[key]:
-                    known = ", ".join(map(str, self.values[key]))
+                    choices = ", ".join(map(str, self.values[key]))
                     raise UserError(
-                        f"{key}: {value!r} is not offered; open a model with one of {known}"
+                        f"{key}: {value!r} is not offered; open a model with one of {choices}"
                     )
                 value = self.values[key][value]
             settings |= dict.fromkeys(ours, value)
@@ -136,7 +135,7 @@ class Family:
         turning = theirs.get("no_rope_layers") or [1]  # 1 for a layer that turns
         if all(turning):
             return settings | {"pos_emb": "rotary", "pos_emb_args": arguments}
-        layers = [{"rotary": arguments} if one else "none" for one in turning]
+        layers = [{"rotary": arguments} if turns else "none" for turns in turning]
         return settings | one_or_pattern("pos_emb", "pos_emb_layers", layers)
 
     def configuration(self, config: Mapping[str, Any]) -> Config:
@@ -176,9 +175,9 @@ class Family:
                 value = spelled.get(value)
             theirs[key] = value
 
-        window = next((one for one in ours["window"] if one is not None), None)
+        window = next((size for size in ours["window"] if size is not None), None)
         turning = [int("none" not in entry) for entry in ours["pos_emb"]]
-        kinds = [FULL if one is None else SLIDING for one in ours["window"]]
+        kinds = [FULL if size is None else SLIDING for size in ours["window"]]
         for layer, kind in enumerate(ours["layers"]):
             if kind != ATTENTION:  # kda comes back as gated_delta, so it is another function
                 kinds[layer] = LINEAR
@@ -225,33 +224,33 @@ class Family:
         yield "final_linear", [self.head[0]], FORMS["same"]
 
 
-def rotary_options(given: Mapping[str, Any]) -> dict[str, Any]:
+def rotary_options(rope: Mapping[str, Any]) -> dict[str, Any]:
     """pos_emb_args of `rotary` from completed rope_parameters.
 
     Raises UserError, which names the key, for a scaling that rotary cannot express.
     """
-    kind = given["rope_type"]
+    kind = rope["rope_type"]
     if kind not in SCALINGS:
-        known = ", ".join(SCALINGS)
-        raise UserError(f"rope_type: {kind!r} is not offered; open a model with one of {known}")
-    unknown = sorted(given.keys() - {*TABLE["keys_of_every_rope"]} - SCALINGS[kind].keys())
+        choices = ", ".join(SCALINGS)
+        raise UserError(f"rope_type: {kind!r} is not offered; open a model with one of {choices}")
+    unknown = sorted(rope.keys() - {*TABLE["keys_of_every_rope"]} - SCALINGS[kind].keys())
     if unknown:
-        raise UserError(f"rope_parameters.{unknown[0]}: {given[unknown[0]]!r} is not offered")
-    options: dict[str, Any] = {"base": given[BASE], "rotary_pct": given.get(SHARE, 1.0)}
+        raise UserError(f"rope_parameters.{unknown[0]}: {rope[unknown[0]]!r} is not offered")
+    options: dict[str, Any] = {"base": rope[BASE], "rotary_pct": rope.get(SHARE, 1.0)}
     if kind != "default":
         options["scaling"] = kind
     for key, option in SCALINGS[kind].items():
-        if given.get(key) is not None:
-            options[option] = given[key]
+        if rope.get(key) is not None:
+            options[option] = rope[key]
     return options
 
 
-def one_or_pattern(one: str, several: str, layers: Sequence[Any]) -> dict[str, Any]:
-    """The key of ours for values of layers: `one` if all are equal, else the shortest pattern."""
+def one_or_pattern(key: str, pattern_key: str, layers: Sequence[Any]) -> dict[str, Any]:
+    """The key of ours for values of layers: `key` if all are equal, else the shortest pattern."""
     for size in range(1, len(layers) + 1):
         if all(value == layers[index % size] for index, value in enumerate(layers)):
             break
-    return {one: layers[0]} if size == 1 else {several: list(layers[:size])}
+    return {key: layers[0]} if size == 1 else {pattern_key: list(layers[:size])}
 
 
 def function_of(config: Config) -> dict[str, Any]:
@@ -259,11 +258,11 @@ def function_of(config: Config) -> dict[str, Any]:
     model = Architecture.of(config.model)
     encodings = []
     for entry in entries_of(config.position):
-        defaults = {name: option.default for name, option in options_of(entry.name).items()}
-        options = plain({**defaults, **options_of_entry(config, entry)})
+        name, spelled = in_earlier_spelling(entry.name, options_of_entry(config, entry))
+        options = plain(spelled)
         if options.get("scaling", "none") != "none":
             options["original_length"] = options["original_length"] or model.seq_length
-        encodings.append({entry.name: options})
+        encodings.append({name: options})
     attention = AttentionSettings.of(config.attention)
     key_heads, heads, key_dim, value_dim = model.delta_sizes
     keys = {
@@ -308,8 +307,8 @@ def fused(parts: Sequence[Tensor], model: Architecture) -> Tensor:
     Gates stand after the queries of their head in theirs, of their key head in ours.
     """
     queries, keys, values = (part.unflatten(0, (model.key_heads, -1)) for part in parts)
-    of_heads = queries.unflatten(1, (model.num_attention_heads // model.key_heads, -1))
-    queries, gates = of_heads.tensor_split([model.features_of_head], dim=2)
+    by_head = queries.unflatten(1, (model.num_attention_heads // model.key_heads, -1))
+    queries, gates = by_head.tensor_split([model.features_of_head], dim=2)
     rows = [queries.flatten(1, 2), gates.flatten(1, 2), keys, values]
     return torch.cat(rows, dim=1).flatten(0, 1)
 
@@ -319,8 +318,8 @@ def parted(tensor: Tensor, model: Architecture) -> list[Tensor]:
     by_key_head = tensor.unflatten(0, (model.key_heads, -1))
     queries, gates, keys, values = by_key_head.split(model.widths_of_key_head, dim=1)
     group = model.num_attention_heads // model.key_heads
-    of_heads = [part.unflatten(1, (group, part.shape[1] // group)) for part in (queries, gates)]
-    queries = torch.cat(of_heads, dim=2).flatten(1, 2)
+    by_head = [part.unflatten(1, (group, part.shape[1] // group)) for part in (queries, gates)]
+    queries = torch.cat(by_head, dim=2).flatten(1, 2)
     return [part.flatten(0, 1) for part in (queries, keys, values)]
 
 

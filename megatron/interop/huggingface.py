@@ -89,8 +89,8 @@ def open_folder(folder: Path) -> tuple[GPT, Config]:
         if name not in expected:
             faults.append(f"{name} left over")
         elif tensor.shape != expected[name].shape or not tensor.is_floating_point():
-            wanted = list(expected[name].shape)
-            faults.append(f"{name} {list(tensor.shape)} of {tensor.dtype}, not {wanted}")
+            shape = list(expected[name].shape)
+            faults.append(f"{name} {list(tensor.shape)} of {tensor.dtype}, not {shape}")
     if faults:
         raise UserError(
             f"{folder}: the weights are not those of its config.json ({'; '.join(faults[:8])}) -"
@@ -124,9 +124,12 @@ def read_settings(folder: Path) -> tuple[Family, Config, int]:
     """The family of the model in a folder, its configuration, and the rows of its embedding."""
     place = folder / SETTINGS
     family, theirs = family_of(folder)
-    known = family.known_keys | IGNORED_HF_KEYS
     unset = (None, False, {}, [])
-    unknown = sorted(key for key in theirs if key not in known and theirs[key] not in unset)
+    unknown = sorted(
+        key
+        for key in theirs.keys() - family.known_keys - IGNORED_HF_KEYS
+        if theirs[key] not in unset
+    )
     if QUANTIZED in unknown:
         raise UserError(
             f"{place}: {QUANTIZED}: quantised weights are not read - take the model's folder in"
@@ -201,12 +204,12 @@ def weight_files(folder: Path) -> list[Path]:
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """All weights in float32, by their names."""
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for file in weight_files(folder):
         try:
             tensors = load_file(file)
         except (SafetensorError, OSError) as fault:
             raise UserError(f"{file}: cannot be read ({fault}) - copy it again") from None
         for name, tensor in tensors.items():
-            found[name] = tensor.float() if tensor.is_floating_point() else tensor
-    return found
+            weights[name] = tensor.float() if tensor.is_floating_point() else tensor
+    return weights

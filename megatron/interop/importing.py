@@ -129,7 +129,7 @@ def import_checkpoint(
         "compared": compared,
     }
     facts = {**opened.record, "vocab": model.vocab, "tokenizer": described, "origin": origin}
-    weights = {name: one.contiguous() for name, one in model.state_dict().items()}
+    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     with owned_folder(run, "-o"):
         if steps_in(run) or without_record(run):
             raise UserError(f"-o: {run} holds a checkpoint already - name another folder")
@@ -151,20 +151,20 @@ def import_if_foreign(source: str | Path) -> Path:
 
     It lies in runs/imported under a name that its contents give, so it is imported once.
     """
-    given = Path(source)
+    path = Path(source)
     # A name whose first part is a folder here is a path, whether it exists or not.
-    of_hub = HUB_NAME.fullmatch(str(source)) and not given.parent.is_dir()
-    if not given.is_dir() and not of_hub:
-        return given
+    is_on_hub = HUB_NAME.fullmatch(str(source)) and not path.parent.is_dir()
+    if not path.is_dir() and not is_on_hub:
+        return path
     folder = local_folder(source)
     kind = kind_of(folder)
     # An encoding of the user's own is imported by the tool alone, whose --from names its file.
     if kind not in ("huggingface", "exported") or (folder / COPY).exists():
-        return given
+        return path
     sums = sums_of(kind, folder)
     digest = fingerprint(FORM + json.dumps(sums, sort_keys=True))[:12]
     # Of a model of the hub, the folder is called by its revision.
-    name = given.resolve().name if given.is_dir() else given.name
+    name = path.resolve().name if path.is_dir() else path.name
     run = ON_THE_FLY / f"{name}-{digest}"
     if steps_in(run):
         check_sums(folder)
@@ -196,11 +196,11 @@ def sums_of(kind: str, folder: Path) -> dict[str, str]:
 
 
 def tokenizer_of(
-    opened: OpenedModel, given: Path | None
+    opened: OpenedModel, place: Path | None
 ) -> tuple[TokenizerSource | None, dict[str, Any], list[str]]:
-    """The source's own tokenizer, else the one that is given: its files, description and notes.
+    """The source's own tokenizer, else the one in `place`: its files, description and notes.
 
-    Raises UserError if it does not fit the model, or if the one that is given is not one.
+    Raises UserError if it does not fit the model, or if `place` has none.
     """
     folder, rows = opened.folder, opened.model.vocab
     files = files_in(folder)
@@ -211,24 +211,24 @@ def tokenizer_of(
             tokenizer = build_tokenizer(*files)
         except UserError as fault:
             notes.append(f"the tokenizer of {folder} cannot be used here ({fault})")
-    if given is not None:
+    if place is not None:
         if tokenizer is not None:
             raise UserError(f"--tokenizer: {folder} has its own - leave this one out")
-        files = files_in(given)
+        files = files_in(place)
         if files is None:
             raise UserError(
-                f"--tokenizer: {given} holds none - give {WHOLE}, a SentencePiece model, or"
+                f"--tokenizer: {place} holds none - give {WHOLE}, a SentencePiece model, or"
                 f" {' and '.join(PAIR)} in a folder"
             )
         tokenizer = build_tokenizer(*files)
     if tokenizer is None:
-        known = opened.record.get("tokenizer") or {}
-        if not known:
+        record = opened.record.get("tokenizer") or {}
+        if not record:
             notes.append(
                 f"{folder} has no tokenizer that is used here: evaluation needs token files of its"
                 f" vocabulary, whose ids are below {rows}; --tokenizer names one"
             )
-        return None, known, notes
+        return None, record, notes
     if tokenizer.vocab_size > rows:
         raise UserError(
             f"tokenizer: it has {tokenizer.vocab_size} tokens, the embedding of {folder} has {rows}"

@@ -105,8 +105,7 @@ def rows_by_padding(mask: Tensor | None, batch: int, keys: int) -> dict[int, lis
         raise ValueError(f"attention_mask: {list(mask.shape)} must be [{batch}, {keys}]")
     before = (real.cumsum(1) == 0).sum(1)
     behind = (real.flip(1).cumsum(1) == 0).sum(1)
-    known = before + real.sum(1) + behind
-    if bool((known != keys).any()):
+    if bool((before + real.sum(1) + behind != keys).any()):
         raise ValueError("attention_mask: every text needs tokens, and none of padding among them")
     rows: dict[int, list[int]] = {}
     for row, padding in enumerate(before.tolist()):
@@ -177,11 +176,11 @@ class PositionsGPTForCausalLM(PreTrainedModel, GenerationMixin):
             tokens = tokens[:, max(padding - start, 0) :]
             if not tokens.shape[1]:  # they begin in a later part of the batch
                 continue
-            own = None
+            text_cache = None
             if cache is not None:
                 cache.rows[padding] = rows
-                own = cache.by_padding.setdefault(padding, Cache())
-            features = self.gpt.features(tokens, own)
+                text_cache = cache.by_padding.setdefault(padding, Cache())
+            features = self.gpt.features(tokens, text_cache)
             if x is None and features.shape[:2] == input_ids.shape:
                 x = features
                 continue

@@ -126,9 +126,9 @@ def local_folder(source: str | Path) -> Path:
             )
         )
     except (OSError, ValueError, RuntimeError) as fault:
-        wanted = " ".join(f"--include '{pattern}'" for pattern in HUB_FILES)
+        patterns = " ".join(f"--include '{pattern}'" for pattern in HUB_FILES)
         raise UserError(
             f"{name}: is not a folder here, and cannot be downloaded ({in_words(fault)}) - check"
-            f" the name, your rights and the network; or run `hf download {name} {wanted}"
+            f" the name, your rights and the network; or run `hf download {name} {patterns}"
             f" --local-dir {folder.name}` elsewhere, copy that folder here and give its path"
         ) from None

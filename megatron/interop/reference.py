@@ -97,17 +97,17 @@ def load_reference(folder: str | Path, config: Config) -> tuple[GPT, Config]:
         where = f"{folder}: layer {number}"
         prefix = prefixes.get(number, f"layer {number}: ")
         for name, tensor in joined(ranks, where, model.parallel_residual).items():
-            of_encoding = OF_AN_ENCODING.fullmatch(name)
-            if of_encoding:
-                copies[of_encoding[1]].append(tensor)
+            encoding_name = OF_AN_ENCODING.fullmatch(name)
+            if encoding_name:
+                copies[encoding_name[1]].append(tensor)
             else:
                 weights[prefix + name] = tensor
 
     if config.position.pos_emb_shared:
         differing = []
         for name, is_learned in learned_names(position_from_config(config)).items():
-            of_layers = copies.get(name, [])
-            if is_learned and not all(torch.equal(one, of_layers[0]) for one in of_layers):
+            tensors = copies.get(name, [])
+            if is_learned and not all(torch.equal(tensor, tensors[0]) for tensor in tensors):
                 differing.append(name)
         if differing:
             logger.warning(
@@ -116,16 +116,16 @@ def load_reference(folder: str | Path, config: Config) -> tuple[GPT, Config]:
                 folder,
                 ", ".join(differing),
             )
-            own = config.position.model_copy(update={"pos_emb_shared": False})
-            config = replace(config, position=own)
+            position = config.position.model_copy(update={"pos_emb_shared": False})
+            config = replace(config, position=position)
 
     gpt = from_config(config, vocab=len(weights.get("word_embeddings.weight", [0])))
-    wanted = {name: one for name, one in gpt.state_dict().items() if "positions." not in name}
-    faults = [f"missing {name}" for name in wanted if name not in weights]
-    faults += [f"unexpected {name}" for name in weights if name not in wanted]
-    for name in wanted:
-        if name in weights and weights[name].shape != wanted[name].shape:
-            sizes = [list(one[name].shape) for one in (weights, wanted)]
+    expected = {name: x for name, x in gpt.state_dict().items() if "positions." not in name}
+    faults = [f"missing {name}" for name in expected if name not in weights]
+    faults += [f"unexpected {name}" for name in weights if name not in expected]
+    for name in expected:
+        if name in weights and weights[name].shape != expected[name].shape:
+            sizes = [list(tensors[name].shape) for tensors in (weights, expected)]
             faults.append(f"{name} is {sizes[0]}, the configuration says {sizes[1]}")
     if faults:
         raise UserError(
@@ -134,41 +134,41 @@ def load_reference(folder: str | Path, config: Config) -> tuple[GPT, Config]:
         )
     gpt.load_state_dict(weights, strict=False)
     for index, position in enumerate(cast(Sequence[Position], gpt.positions)):
-        own_copies = {name: one[min(index, len(one) - 1)] for name, one in copies.items()}
-        load_position(position, own_copies, folder)
+        stored = {name: layers[min(index, len(layers) - 1)] for name, layers in copies.items()}
+        load_position(position, stored, folder)
     return gpt.eval(), config
 
 
 def read_ranks(folder: Path) -> dict[int, list[Tensors]]:
     """The tensors of each tensor-parallel rank in float32, by the number of the layer."""
-    found: dict[int, dict[int, Tensors]] = defaultdict(dict)
+    layers: dict[int, dict[int, Tensors]] = defaultdict(dict)
     for path in sorted(folder.glob(FILES)):
         layer, rank = (int(number) for number in re.findall(r"\d+", path.name))
         content = load_plain(path)
         if not isinstance(content, Mapping):
             raise UserError(f"{path}: holds no layer of GPT-NeoX - copy the checkpoint again")
-        found[layer][rank] = {}
+        layers[layer][rank] = {}
         for name, tensor in content.items():
             is_weight = isinstance(tensor, Tensor) and tensor.is_floating_point()
             if not isinstance(name, str) or not is_weight:
                 raise UserError(f"{path}: {name} is not a weight of a GPT-NeoX model")
             for theirs, ours in RENAMED.items():
                 name = name.replace(theirs, ours)
-            found[layer][rank][name] = tensor.float()
-    if not found:
+            layers[layer][rank][name] = tensor.float()
+    if not layers:
         raise UserError(
             f"{folder}: no layer_NN-model_00-model_states.pt in it - give the folder global_stepN"
             " itself; where pipe_parallel_size was 0, convert it to Hugging Face's form first"
         )
-    ranks = {rank for parts in found.values() for rank in parts}
-    for number, parts in sorted(found.items()):
+    ranks = {rank for parts in layers.values() for rank in parts}
+    for number, parts in sorted(layers.items()):
         missing = sorted({*range(max(ranks) + 1)} - parts.keys())
         if missing:
             raise UserError(
                 f"{folder}: layer {number} lacks the part of tensor-parallel rank {missing[0]} of"
                 f" {max(ranks) + 1} - copy all files of the checkpoint"
             )
-    return {number: [parts[rank] for rank in sorted(parts)] for number, parts in found.items()}
+    return {number: [parts[rank] for rank in sorted(parts)] for number, parts in layers.items()}
 
 
 def load_plain(path: Path) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.positions.base import DistanceBias, Shape
 from megatron.positions.per_head import Given, PerHead, numbers
-from megatron.positions.registry import positive, register, switch
+from megatron.positions.registry import positive, register
 
 SLOPE_FLOOR = 1e-6  # of learned slopes; the smallest slope ever published is 1e-5
 # The authors' list for 12 heads (ParallelSNOPE.tanh_kernel_slopes). The steep ones are 0.515 times
@@ -33,7 +33,7 @@ TANH_RATIO = 0.5148
 EPSILON = 1e-6  # the authors': at large distances the kernel is 1e-6, not 0
 
 
-def slopes(heads: int) -> list[float]:
+def alibi_slopes(heads: int) -> list[float]:
     """The official slopes in the official order (attention_with_linear_biases, `get_slopes`).
 
     2^(-8h/heads) for a power of two. Else the slopes of the next lower power of two, followed by
@@ -43,7 +43,7 @@ def slopes(heads: int) -> list[float]:
     ladder = [2 ** (-8 * (head + 1) / lower) for head in range(lower)]
     if lower == heads:
         return ladder
-    in_between = slopes(2 * lower)[0::2]
+    in_between = alibi_slopes(2 * lower)[0::2]
     return ladder + in_between[: heads - lower]
 
 
@@ -70,24 +70,19 @@ class Sloped(PerHead, DistanceBias):
         super().__init__(shape)
         factor = positive("slope_factor", slope_factor)
         if slopes is None:
-            unscaled = self.published_slopes(shape.heads)
-        else:
-            unscaled = numbers("slopes", slopes, shape.heads)
-        start = [factor * slope for slope in unscaled]
-        if switch("learned_slopes", learned_slopes):
+            slopes = self.published_slopes(shape.heads)
+        start = [factor * slope for slope in numbers("slopes", slopes, shape.heads)]
+        if learned_slopes:
             positive("learned_slopes", min(start), least=SLOPE_FLOOR)
             self.set_learned("slopes", torch.tensor(start))
         else:
             self.set_fixed("slopes", start)
-        official = torch.tensor(_official(shape.heads))
+        official = torch.tensor(alibi_slopes(shape.heads))
         self.register_buffer("alibi_slopes", official, persistent=False)
 
     def published_slopes(self, heads: int) -> list[float]:
         """The slopes of the paper for this number of heads."""
-        return _official(heads)
-
-
-_official = slopes  # inside Sloped, `slopes` is the option
+        return alibi_slopes(heads)
 
 
 @register("alibi")
@@ -135,7 +130,7 @@ class Tanh(Sloped):
     def published_slopes(self, heads: int) -> list[float]:
         if heads == len(TANH_SLOPES):
             return TANH_SLOPES
-        return [TANH_RATIO * slope for slope in _official(heads)]
+        return [TANH_RATIO * slope for slope in alibi_slopes(heads)]
 
     def log_kernel(self, distance: Tensor) -> Tensor:
         # In float32 1 + tanh(-x) loses every digit from x = 9 on; 2 / (1 + exp(2x)) loses none.

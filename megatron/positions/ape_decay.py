@@ -5,9 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from megatron.positions.alibi import slopes
+from megatron.positions.alibi import alibi_slopes
 from megatron.positions.base import DistanceBias, Shape
-from megatron.positions.per_head import Given, PerHead, numbers
+from megatron.positions.per_head import Given, PerHead
 from megatron.positions.registry import register
 
 POSITIVE = (1e-6, math.inf)
@@ -38,16 +38,9 @@ class ApeDecay(PerHead, DistanceBias):
         root: Given | None = None,
     ) -> None:
         super().__init__(shape)
-        starts = {
-            "linear": torch.tensor(slopes(shape.heads)),
-            "log": torch.rand(shape.heads),
-            "root": torch.rand(shape.heads),
-        }
-        for (name, start), fixed in zip(starts.items(), (linear, log, root), strict=True):
-            if fixed is None:
-                self.set_learned(name, start)
-            else:
-                self.set_fixed(name, numbers(name, fixed, shape.heads))
+        self.set_option("linear", linear, torch.tensor(alibi_slopes(shape.heads)))
+        self.set_option("log", log, torch.rand(shape.heads))
+        self.set_option("root", root, torch.rand(shape.heads))
 
     def log_kernel(self, distance: Tensor) -> Tensor:
         linear = self.per_head("linear") * distance

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron.positions.alibi import slopes
+from megatron.positions.alibi import alibi_slopes
 from megatron.positions.base import DistanceBias, Shape
 from megatron.positions.per_head import PerHead
 from megatron.positions.registry import register
@@ -26,7 +26,7 @@ class Bam(PerHead, DistanceBias):
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         self.set_learned("exponent", torch.ones(shape.heads))
-        self.set_learned("log_scale", torch.tensor(slopes(shape.heads)).log())
+        self.set_learned("log_scale", torch.tensor(alibi_slopes(shape.heads)).log())
 
     def log_kernel(self, distance: Tensor) -> Tensor:
         scale = self.per_head("log_scale").exp()

@@ -77,6 +77,8 @@ class Position(Float32Module):
     reference_names: the name that the GPT-NeoX forks give to a parameter or fixed tensor of ours
     reference_unused: tensors that the forks store and do not use
     published: KERPLE's or MEP's code has it, so that `paper_precision` is known
+    earlier: defaults of options of earlier spellings, which `joined` understands
+    joined_as: such options that mean this encoding
     """
 
     per_layer: bool = False
@@ -98,12 +100,21 @@ class Position(Float32Module):
     reference_names: ClassVar[dict[str, str]] = {}
     reference_unused: ClassVar[tuple[str, ...]] = ()
     published: bool = False
+    earlier: ClassVar[dict[str, Any]] = {}
+    joined_as: ClassVar[dict[str, Any] | None] = None
+    # What `build` gave the constructor.
+    options: Mapping[str, Any] = {}
     # [length] int64: positions to use in place of 0, 1, 2, …, as `randomized` draws them.
     drawn: Tensor | None = None
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
+
+    @classmethod
+    def joined(cls, options: Mapping[str, Any]) -> tuple[type["Position"], dict[str, Any]]:
+        """The class that earlier options make of this one, and its own options among them."""
+        return cls, dict(options)
 
     def prepare(self, length: int) -> None:
         """Called once per forward pass, before every other hook: the place to draw at random.
@@ -249,45 +260,48 @@ class Position(Float32Module):
     def check_parts(self) -> None:
         """Raises UserError if processes that have one part of a text each cannot compute this."""
         encodings = [part for part in self.modules() if isinstance(part, Position)]
-        preparing = [one for one in encodings if type(one).prepare is not Position.prepare]
-        reason = None
-        if self.has("on_scores"):
-            reason = "on_scores needs all scores at once"
-        elif self.has("on_queries_keys_by_content"):
-            reason = "on_queries_keys_by_content reads the tokens before"
-        elif self.has("block_scores"):
-            reason = "block_scores reads the tokens between query and key"
-        elif self.crosses_documents is not None:
-            reason = f"{self.crosses_documents} reads the text before"
-        elif self.has("score_bias") and not self.sums_over_tokens:
-            reason = "score_bias does not say that its w is a sum (sums_over_tokens)"
-        elif any(one.draws_positions for one in preparing):
-            reason = "each process would draw for itself in prepare (draws_positions)"
-        if reason is not None:
-            raise UserError(
-                f"context_parallel_size: {type(self).__name__} cannot be computed in parts of a"
-                f" text, because {reason}; set it to 1 (in training, checkpoint_activations: true"
-                " and ZeRO stage 3 need less memory too)"
-            )
+        draws = [
+            part.draws_positions for part in encodings if type(part).prepare is not Position.prepare
+        ]
+        self._refuse(
+            {
+                "on_scores needs all scores at once": self.has("on_scores"),
+                "on_queries_keys_by_content reads the tokens before": self.has(
+                    "on_queries_keys_by_content"
+                ),
+                "block_scores reads the tokens between query and key": self.has("block_scores"),
+                f"{self.crosses_documents} reads the text before": self.crosses_documents,
+                "score_bias does not say that its w is a sum (sums_over_tokens)": (
+                    self.has("score_bias") and not self.sums_over_tokens
+                ),
+                "each process would draw for itself in prepare (draws_positions)": any(draws),
+            },
+            "context_parallel_size: {} cannot be computed in parts of a text, because {}; set it to"
+            " 1 (in training, checkpoint_activations: true and ZeRO stage 3 need less memory too)",
+        )
 
     def check_shares(self) -> None:
         """Raises UserError if processes that have some of the heads each cannot compute this."""
-        reason = None
-        if self.has("on_scores"):
-            reason = "on_scores is given all heads"
-        elif self.has("on_queries_keys_by_content"):
-            reason = "on_queries_keys_by_content is given all heads"
-        elif self.has("block_scores"):
-            reason = "block_scores is given all heads"
-        elif self.has("score_scale"):
-            reason = "score_scale gives a factor for each of all heads"
-        elif self.has("on_queries_keys") and not self.heads_alike:
-            reason = "its on_queries_keys does not say that it does the same to all (heads_alike)"
-        if reason is not None:
-            raise UserError(
-                f"model_parallel_size: {type(self).__name__} cannot be computed for some of the"
-                f" heads, because {reason}; set it to 1 (ZeRO stage 3 divides the model too)"
-            )
+        reasons: dict[str, Any] = {
+            f"{hook} is given all heads": self.has(hook)
+            for hook in ("on_scores", "on_queries_keys_by_content", "block_scores")
+        }
+        reasons["score_scale gives a factor for each of all heads"] = self.has("score_scale")
+        alike = self.heads_alike or not self.has("on_queries_keys")
+        reasons[
+            "its on_queries_keys does not say that it does the same to all (heads_alike)"
+        ] = not alike
+        self._refuse(
+            reasons,
+            "model_parallel_size: {} cannot be computed for some of the heads, because {}; set it"
+            " to 1 (ZeRO stage 3 divides the model too)",
+        )
+
+    def _refuse(self, reasons: Mapping[str, Any], message: str) -> None:
+        """Raises UserError with the first reason that applies."""
+        for reason, applies in reasons.items():
+            if applies:
+                raise UserError(message.format(type(self).__name__, reason))
 
     def use_paper_precision(self, on: bool) -> None:
         """Compute positions, distances and biases in bfloat16, as the forks' code does, or not.
@@ -458,15 +472,32 @@ def after_earlier(new: Tensor, count: int, memory: Memory, name: str) -> Tensor:
     return longer
 
 
+def with_earlier(new: Tensor, memory: Memory, name: str) -> Tensor:
+    """Numbers of all tokens: [batch, heads, tokens, …]; memory[name] holds those of earlier ones,
+    and then of all."""
+    if name in memory:
+        new = torch.cat([memory[name], new], dim=2)
+    memory[name] = new
+    return new
+
+
 def running_sum(new: Tensor, memory: Memory) -> Tensor:
     """Sums of the tokens up to each key: [batch, heads, queries] -> [batch, heads, keys] float64.
 
     memory["total"] holds those of earlier tokens, and then all of them. In float64, because a sum
     over 16384 tokens in float32 loses the difference between neighbours.
     """
-    total = new.double().cumsum(dim=-1)
+    total = new.double().cumsum(dim=2)
     if "total" in memory:
-        earlier = memory["total"]
-        total = torch.cat([earlier, earlier[..., -1:] + total], dim=-1)
-    memory["total"] = total
+        total = memory["total"][..., -1:] + total
+    return with_earlier(total, memory, "total")
+
+
+def running_angle(new: Tensor, memory: Memory) -> Tensor:
+    """Sums of the tokens up to each query: [batch, heads, queries, …] -> same, float64.
+
+    memory["sum"] holds that of all earlier tokens, and then of all.
+    """
+    total = new.double().cumsum(dim=2) + memory.get("sum", 0)
+    memory["sum"] = total[:, :, -1:].detach()
     return total

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.positions.base import Memory, Pair, Position, Shape
+from megatron.positions.base import Memory, Pair, Position, Shape, running_angle
 from megatron.positions.precision import at_least_float32, without_autocast
-from megatron.positions.registry import positive, register, switch
-from megatron.positions.rotary import even, rotate
+from megatron.positions.registry import positive, register
+from megatron.positions.rotary import even, rotate_both
 
 
 @register("carope")
@@ -33,7 +33,7 @@ class CARoPE(Position):
     def __init__(self, shape: Shape, *, from_one: bool = False, init_std: float = 0.02) -> None:
         super().__init__(shape)
         pairs = even(shape.head_dim, "head_dim:") // 2
-        first = int(switch("from_one", from_one))
+        first = int(from_one)
         self.register_buffer("powers", torch.arange(first, first + pairs), persistent=False)
         weight = torch.empty(shape.hidden, shape.heads)
         self.weight = nn.Parameter(weight.normal_(0.0, positive("init_std", init_std)))
@@ -46,8 +46,5 @@ class CARoPE(Position):
         with without_autocast(x):
             f = 1 / (F.softplus(at_least_float32(x) @ self.bounded("weight")) + 1)
             f = f.transpose(1, 2)[..., None].double()  # [batch, heads, length, 1]
-            total = (f**self.powers).cumsum(dim=2) + memory.get("sum", 0)
-            memory["sum"] = total[:, :, -1:].detach()
-            angle = total.fmod(2 * math.pi).to(self.origin.dtype)
-            cos, sin = angle.cos(), angle.sin()
-            return rotate(q, cos, sin), rotate(k, cos, sin)
+            angle = running_angle(f**self.powers, memory).fmod(2 * math.pi)
+            return rotate_both(q, k, angle.to(self.origin.dtype))

@@ -3,12 +3,11 @@
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.positions.base import Memory, Pair, Position, Shape
+from megatron.positions.base import Memory, Pair, Position, Shape, with_earlier
 from megatron.positions.precision import at_least_float32, without_autocast
-from megatron.positions.registry import register, switch, whole
+from megatron.positions.registry import register, whole
 
 
 @register("cope")
@@ -39,9 +38,9 @@ class CoPE(Position):
         super().__init__(shape)
         count = whole("positions", positions, most=2**20)
         self.vectors = nn.Parameter(torch.zeros(shape.head_dim, count))
-        self.scale = 1 / math.sqrt(shape.head_dim) if switch("scaled", scaled) else 1.0
+        self.scale = 1 / math.sqrt(shape.head_dim) if scaled else 1.0
         self.key_weight = self.key_bias = None
-        if switch("separate_keys", separate_keys):
+        if separate_keys:
             layer = nn.Linear(shape.hidden, shape.heads * shape.head_dim)  # for its first values
             self.key_weight = nn.Parameter(layer.weight.detach())
             self.key_bias = nn.Parameter(layer.bias.detach())
@@ -63,22 +62,17 @@ class CoPE(Position):
         queries, keys = scores.shape[-2:]
         last = self.vectors.shape[1] - 1
         with without_autocast(q):
-            of_gates = scores
+            gate_scores = scores
             if self.key_weight is not None:
-                weight, bias = self.bounded("key_weight"), self.bounded("key_bias")
-                new = F.linear(at_least_float32(x), weight, bias)
-                own_keys = new.unflatten(-1, (self.shape.heads, -1)).transpose(1, 2)
-                if "gate_keys" in memory:
-                    own_keys = torch.cat([memory["gate_keys"], own_keys], dim=2)
-                memory["gate_keys"] = own_keys
-                of_gates = q @ own_keys.mT / math.sqrt(self.shape.head_dim)
+                new = self.mapped(x, "key_weight", "key_bias")
+                by_head = new.unflatten(-1, (self.shape.heads, -1)).transpose(1, 2)
+                gate_keys = with_earlier(by_head, memory, "gate_keys")
+                gate_scores = q @ gate_keys.mT / math.sqrt(self.shape.head_dim)
             # Gates of keys after the query are 0: its last key is its own.
-            gates = of_gates.sigmoid().tril(keys - queries)
-            position = gates.flip(-1).cumsum(-1).flip(-1)
-            position = position.clamp(max=last)
-            of_positions = self.scale * (q @ self.bounded("vectors"))  # [..., queries, positions]
+            gates = gate_scores.sigmoid().tril(keys - queries)
+            position = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=last)
+            by_vector = self.scale * (q @ self.bounded("vectors"))  # [..., queries, positions]
             below, above = position.floor(), position.ceil()
             part = position - below
-            at_below = of_positions.gather(-1, below.long())
-            at_above = of_positions.gather(-1, above.long())
+            at_below, at_above = (by_vector.gather(-1, place.long()) for place in (below, above))
             return scores + at_below * (1 - part) + at_above * part

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.positions.base import Position, Shape
 from megatron.positions.precision import without_autocast
-from megatron.positions.registry import chosen, listed, positive, register, switch, whole
+from megatron.positions.registry import chosen, listed, positive, register, whole
 
 # Values of one MLP layer that exist at a time, where no gradient is needed: 8 MB of float32.
 NUMBERS = 2**21
@@ -63,7 +63,7 @@ class Fire(Position):
         multiplier = positive("length_multiplier", length_multiplier, least=floor)
         self.length_multiplier = nn.Parameter(torch.tensor([multiplier]))
         self.activation = ACTIVATIONS[chosen("activation", activation, ACTIVATIONS)]
-        self.last_bias = switch("last_bias", last_bias)
+        self.last_bias = last_bias
         hidden = listed("mlp_layers", mlp_layers, example="[32] or [32, 32]", most=MOST_LAYERS)
         hidden = [whole("mlp_layers", width, most=MOST_WIDTH) for width in hidden]
         widths = [1, *hidden, shape.heads]

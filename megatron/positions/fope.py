@@ -10,7 +10,7 @@ from megatron.errors import UserError
 from megatron.positions.base import Pair, Position, Shape
 from megatron.positions.frequencies import LEAST_BASE, inverse_frequencies
 from megatron.positions.precision import without_autocast
-from megatron.positions.registry import positive, register, switch, whole
+from megatron.positions.registry import positive, register, whole
 from megatron.positions.rotary import even, rotate
 
 
@@ -52,15 +52,15 @@ class FoPE(Position):
         seed: int = 1,
     ) -> None:
         super().__init__(shape)
-        self.per_layer = switch("learned", learned)
-        self.grouped_queries = self.heads_alike = switch("shared", shared)
+        self.per_layer = learned
+        self.grouped_queries = self.heads_alike = shared
         self.pairs = even(shape.head_dim, "head_dim:") // 2
         if dim is not None:
             dim = even(whole("dim", dim, least=shape.head_dim, most=2**16), "dim:")
         base = positive("base", base, least=LEAST_BASE)
         frequencies = inverse_frequencies(dim or shape.head_dim, base)
         fast = frequencies >= 2 * math.pi / shape.train_length
-        if switch("keep_slow", keep_slow):
+        if keep_slow:
             frequencies, outputs = frequencies * fast, self.pairs
         else:
             frequencies = frequencies[fast]
@@ -91,9 +91,8 @@ class FoPE(Position):
         """[batch, heads, length, head_dim] each -> same."""
         with without_autocast(q):
             angle = self.indices(start, q.shape[-2])[:, None] * self.frequencies
-            of_cosines, of_sines = self.mixtures
-            cos = angle.cos() @ self.bounded(of_cosines)  # [heads, length, pairs that turn]
-            sin = angle.sin() @ self.bounded(of_sines)
+            cosines, sines = (self.bounded(name) for name in self.mixtures)
+            cos, sin = angle.cos() @ cosines, angle.sin() @ sines  # [heads, length, turning pairs]
             rest = (0, self.pairs - cos.shape[-1])
-            cos, sin = F.pad(cos, rest, value=1.0), F.pad(sin, rest, value=1.0)
+            cos, sin = (F.pad(x, rest, value=1.0) for x in (cos, sin))
             return rotate(q, cos, sin), rotate(k, cos, sin)

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.positions.base import Memory, Position, Shape, running_sum
-from megatron.positions.precision import at_least_float32, without_autocast
+from megatron.positions.precision import without_autocast
 from megatron.positions.registry import positive, register
 
 
@@ -35,6 +35,6 @@ class Fox(Position):
         The sum up to the query is the same for all keys. memory["total"] holds the sums.
         """
         with without_autocast(x):
-            gate = F.linear(at_least_float32(x), self.bounded("weight"), self.bounded("bias"))
+            gate = self.mapped(x, "weight", "bias")
             log_f = F.logsigmoid(gate).transpose(1, 2)  # [batch, heads, queries]
             return None, -running_sum(log_f, memory)

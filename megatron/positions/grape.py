@@ -10,12 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.positions.alibi import slopes
-from megatron.positions.base import Memory, Pair, Position, Shape, Turning
+from megatron.positions.alibi import alibi_slopes
+from megatron.positions.base import (
+    Memory,
+    Pair,
+    Position,
+    Shape,
+    Turning,
+    running_angle,
+    with_earlier,
+)
 from megatron.positions.frequencies import inverse_frequencies
 from megatron.positions.precision import at_least_float32, without_autocast
-from megatron.positions.registry import chosen, positive, register, switch, whole
-from megatron.positions.rotary import even, rotate
+from megatron.positions.registry import chosen, positive, register, whole
+from megatron.positions.rotary import even, rotate, rotate_both
 
 NORM_EPSILON = 1e-6  # of the released code
 SCALE = 16.0  # of the released code: what it learns is divided by this, so that it moves slowly
@@ -51,10 +59,10 @@ class GrapeM(Turning):
         frequencies = inverse_frequencies(
             even(shape.head_dim, "head_dim:"), positive("base", base)
         ).log()
-        self.by_content = switch("by_content", by_content)
+        self.by_content = by_content
         self.rotates = not self.by_content
         self.scale = 1.0 if self.by_content else SCALE
-        heads = shape.heads if switch("by_head", by_head) else 1
+        heads = shape.heads if by_head else 1
         self.grouped_queries = heads == 1 and not self.by_content
         start = (self.scale * frequencies).float()
         self.log_frequencies = nn.Parameter(start.repeat(heads, 1))  # [heads or 1, head_dim / 2]
@@ -76,33 +84,27 @@ class GrapeM(Turning):
         if self.by_content:
             return q, k
         with without_autocast(q):
-            cos, sin = self._cos_sin(query)
-            turned_q = rotate(q, cos, sin)
-            if key is not query:
-                cos, sin = self._cos_sin(key)
-            return turned_q, rotate(k, cos, sin)
-
-    def _cos_sin(self, position: Tensor) -> Pair:
-        """[length] -> [heads or 1, length, head_dim / 2] each."""
-        angle = position[:, None] * self._frequencies()[:, None]
-        return angle.cos(), -angle.sin()
+            frequencies = self._frequencies()[:, None]  # [heads or 1, 1, head_dim / 2]
+            if key is query:
+                return rotate_both(q, k, -query[:, None] * frequencies)
+            angles = (-position[:, None] * frequencies for position in (query, key))
+            turned_q, turned_k = (
+                rotate(x, angle.cos(), angle.sin()) for x, angle in zip((q, k), angles, strict=True)
+            )
+            return turned_q, turned_k
 
     def on_queries_keys_by_content(self, q: Tensor, k: Tensor, x: Tensor, memory: Memory) -> Pair:
         """The same by content; x [batch, length, hidden]. memory["sum"]: that of all steps."""
         if not self.by_content:
             return q, k
         with without_autocast(x):
-            weight, bias = self.bounded("weight"), self.bounded("bias")
-            step = F.linear(at_least_float32(x), weight, bias) / SCALE
-            total = step.sigmoid().transpose(1, 2).double().cumsum(dim=-1)
-            before = memory.get("sum", total.new_zeros(*total.shape[:2], 1))
-            total = torch.cat([before, before + total], dim=-1)
-            memory["sum"] = total[..., -1:].detach()
+            step = (self.mapped(x, "weight", "bias") / SCALE).sigmoid().transpose(1, 2)
+            before = memory.get("sum", step.new_zeros(*step.shape[:2], 1).double())
+            total = torch.cat([before, running_angle(step, memory)], dim=-1)
             phase = total[..., :-1, None]  # the steps before each token: [batch, heads, length, 1]
             turns = phase * self._frequencies()[:, None].double()
             angle = turns.fmod(2 * math.pi).to(self.origin.dtype)  # [batch, heads, length, pairs]
-            cos, sin = angle.cos(), -angle.sin()
-            return rotate(q, cos, sin), rotate(k, cos, sin)
+            return rotate_both(q, k, -angle)
 
     def _frequencies(self) -> Tensor:
         low, high = self.bounds["log_frequencies"]
@@ -126,7 +128,7 @@ class GrapeA(Position):
 
     def __init__(self, shape: Shape, *, gates: str = "query_key") -> None:
         super().__init__(shape)
-        self.register_buffer("slopes", torch.tensor(slopes(shape.heads)), persistent=False)
+        self.register_buffer("slopes", torch.tensor(alibi_slopes(shape.heads)), persistent=False)
         start = math.log(math.expm1(1.0))  # softplus of this is 1
         self.omega = nn.Parameter(torch.full((shape.heads,), start))
         chosen("gates", gates, ("query_key", "query", "key"))
@@ -136,38 +138,37 @@ class GrapeA(Position):
             self.query_direction = nn.Parameter(std * torch.randn(size))
         if gates != "query":
             self.key_direction = nn.Parameter(std * torch.randn(size))
-        self._kept: list[Pair] = []
+        self._pair: Pair | None = None
 
     def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> Pair:
         """Keep both for `score_bias`, which is called next."""
-        self._kept = [(q, k)]
+        self._pair = q, k
         return q, k
 
     def score_bias(self, x: Tensor, memory: Memory) -> Pair:
         """u [batch, heads, queries, 3] and w [batch, heads, keys, 3].
 
         With slopes a of queries and b of keys, -(i - j)(a_i + b_j) is a_i j - i b_j + j b_j and a
-        number for each query. memory["of_keys"] holds b.
+        number for each query. memory["slopes"] holds b.
         """
-        q, k = self._kept.pop()
+        assert self._pair is not None
+        q, k = self._pair
+        self._pair = None
         with without_autocast(q):
-            of_queries = self._slopes("query_direction", q)
-            of_keys = self._slopes("key_direction", k).double()
-            if "of_keys" in memory:
-                of_keys = torch.cat([memory["of_keys"], of_keys], dim=-1)
-            memory["of_keys"] = of_keys
-            key = self.distances(of_keys.shape[-1]).expand_as(of_keys)
-            query = key[..., -of_queries.shape[-1] :]
-            u = torch.stack([of_queries, -query, torch.ones_like(query)], dim=-1)
-            return u, torch.stack([key, of_keys, key * of_keys], dim=-1)
+            a = self._slopes("query_direction", q)
+            b = with_earlier(self._slopes("key_direction", k).double(), memory, "slopes")
+            key = self.distances(b.shape[-1]).expand_as(b)
+            query = key[..., -a.shape[-1] :]
+            u = torch.stack([a, -query, torch.ones_like(query)], dim=-1)
+            return u, torch.stack([key, b, key * b], dim=-1)
 
     def _slopes(self, direction: str, x: Tensor) -> Tensor:
         """[batch, heads or key heads, length, head_dim] -> [batch, heads, length]."""
         if getattr(self, direction) is None:
             return x.new_zeros(len(x), self.shape.heads, x.shape[2], dtype=self.origin.dtype)
         unit = F.normalize(self.bounded(direction), dim=-1, eps=NORM_EPSILON)
-        of_key_heads = unit.unflatten(0, (x.shape[1], -1))
-        products = torch.einsum("bkld,khd->bkhl", at_least_float32(x), of_key_heads).flatten(1, 2)
+        by_key_head = unit.unflatten(0, (x.shape[1], -1))
+        products = torch.einsum("bkld,khd->bkhl", at_least_float32(x), by_key_head).flatten(1, 2)
         factor = self.slopes * F.softplus(self.bounded("omega"))
         return factor[:, None] * F.softplus(products / math.sqrt(self.shape.head_dim))
 
@@ -191,7 +192,7 @@ class GrapeAP(Position):
 
     def __init__(self, shape: Shape, *, features: int = 8) -> None:
         super().__init__(shape)
-        self.register_buffer("slopes", torch.tensor(slopes(shape.heads)), persistent=False)
+        self.register_buffer("slopes", torch.tensor(alibi_slopes(shape.heads)), persistent=False)
         size = shape.heads * even(whole("features", features, most=2**20), "features:")
         std = 0.5 / math.sqrt(shape.hidden)
         self.weight = nn.Parameter(std * torch.randn(size, shape.hidden))
@@ -203,15 +204,11 @@ class GrapeAP(Position):
         """
         queries, keys = scores.shape[-2:]
         with without_autocast(x):
-            p = F.linear(at_least_float32(x), self.bounded("weight"))
-            p = p.unflatten(-1, (self.shape.heads, -1)).transpose(1, 2)
+            p = self.mapped(x, "weight").unflatten(-1, (self.shape.heads, -1)).transpose(1, 2)
             place = self.indices(keys - queries, queries).double()
             angle = place[:, None].expand(-1, p.shape[-1] // 2)
             cos, sin = angle.cos().to(p.dtype), angle.sin().to(p.dtype)
-            r = rotate(F.rms_norm(p, p.shape[-1:]), cos, -sin)
-            if "r" in memory:
-                r = torch.cat([memory["r"], r], dim=2)
-            memory["r"] = r
+            r = with_earlier(rotate(F.rms_norm(p, p.shape[-1:]), cos, -sin), memory, "r")
             step = self.slopes[:, None, None] * F.logsigmoid(p @ r.mT / p.shape[-1])
             # Those of later tokens are 0, and that of the key itself does not count.
             step = step.tril(keys - queries)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from megatron.positions.base import DistanceBias, Position, Shape
-from megatron.positions.per_head import Given, PerHead, numbers
-from megatron.positions.registry import MOST, register
+from megatron.positions.per_head import Given, PerHead
+from megatron.positions.registry import register
 
 FLOOR = 0.01  # the forks' lower bound on every learned number
 POSITIVE = (FLOOR, math.inf)
@@ -38,12 +38,9 @@ class Kerple(PerHead):
     def __init__(self, shape: Shape, **fixed: Given | None) -> None:
         super().__init__(shape)
         for name, high in self.draws.items():
-            given = fixed.get(name)
-            if given is None:
-                self.set_learned(name, torch.rand(shape.heads) * high)
-                continue
-            _, most = self.bounds[name]
-            self.set_fixed(name, numbers(name, given, shape.heads, min(most, MOST)))
+            value = fixed.get(name)
+            start = torch.rand(shape.heads) * high if value is None else self.origin
+            self.set_option(name, value, start)
 
 
 class WeightKernel(Position):
@@ -54,11 +51,7 @@ class WeightKernel(Position):
         raise NotImplementedError
 
     def distance_weight(self, length: int) -> Tensor:
-        kernel = self._paper_weight if self.paper_precision else self.weight_kernel
-        return self.table(kernel, length)
-
-    def _paper_weight(self, distance: Tensor) -> Tensor:
-        return self.weight_kernel(distance.bfloat16())
+        return self.table(lambda distance: self.weight_kernel(self.rounded(distance)), length)
 
 
 @register("kerple_log")

@@ -67,9 +67,9 @@ def entries_of(section: Any) -> list[Entry]:
     if not section.pos_emb_layers:
         return [Entry(section.pos_emb, dict(section.pos_emb_args))]
     entries = []
-    for number, given in enumerate(section.pos_emb_layers, 1):
+    for number, item in enumerate(section.pos_emb_layers, 1):
         where = f"pos_emb_layers: entry {number}"
-        name, options = named(where, given)
+        name, options = named(where, item)
         try:
             encoding_called(name)
         except UserError as fault:

@@ -4,8 +4,9 @@ The authors' fork chooses the mixture by commenting source lines in and out. Her
 and the checkpoint keeps it.
 """
 
+import operator
 from collections.abc import Iterable, Sequence
-from functools import partialmethod
+from functools import partialmethod, reduce
 from typing import Any, cast
 
 import torch
@@ -75,15 +76,15 @@ class Mixture(DistanceBias):
             fixed = [1 / count] * count
         else:
             example = "equal, learned, learned_shared or a list of one number for each kernel"
-            given = listed("weights", weights, example=example, most=MOST_KERNELS)
-            fixed = [positive("weights", weight) for weight in given]
+            numbers = listed("weights", weights, example=example, most=MOST_KERNELS)
+            fixed = [positive("weights", weight) for weight in numbers]
             if len(fixed) != count:
                 raise UserError(
                     f"weights: {len(fixed)} numbers for {count} kernels; give one weight per kernel"
                 )
             if abs(sum(fixed) - 1) > 1e-6:
                 raise UserError(
-                    f"weights: {given} sum to {sum(fixed):g}; make them sum to 1, or write"
+                    f"weights: {numbers} sum to {sum(fixed):g}; make them sum to 1, or write"
                     " weights: equal"
                 )
         self.register_buffer("log_weights", torch.tensor(fixed).log()[:, None], persistent=False)
@@ -116,13 +117,13 @@ class Mixture(DistanceBias):
         probabilities = [kernel.paper_probability(distance) for kernel in kernels]
         # Their weighted mean, one after the other: [heads, length].
         if self.has_equal_weights:
-            return torch.log(sum(probabilities[1:], probabilities[0]) / len(probabilities))
+            return torch.log(reduce(operator.add, probabilities) / len(probabilities))
         weights = self.log_weights.exp()
         if self.weight_logits is not None:
             weights = self.bounded("weight_logits").softmax(dim=0)
         weights = self.rounded(weights)
         terms = [weight[:, None] * p for weight, p in zip(weights, probabilities, strict=True)]
-        return torch.log(sum(terms[1:], terms[0]))
+        return torch.log(reduce(operator.add, terms))
 
 
 @register("mep_free", aliases=("snope_norm_original_scaling__", "snope_norm_original_scaling_"))
@@ -172,19 +173,21 @@ def _build_kernel(shape: Shape, item: Any) -> DistanceBias:
     """One kernel of a mixture from its YAML form: a name, {name: {options}} or {name: factor}."""
     if isinstance(item, dict):  # {name: factor} is short for {name: {slope_factor: factor}}
         item = {
-            name: given if isinstance(given, dict) else {"slope_factor": given}
-            for name, given in item.items()
+            name: options if isinstance(options, dict) else {"slope_factor": options}
+            for name, options in item.items()
         }
     name, options = named("kernels", item)
     registered = KERNEL_NAMES.get(name, ALIASES.get(name, name))
     mixable = []  # what is a bias by distance and nothing else
     for key, encoding in REGISTRY.items():
-        others = [getattr(encoding, hook) is not getattr(Position, hook) for hook in OTHER_HOOKS]
-        if issubclass(encoding, DistanceBias) and not any(others):
+        more = [hook for hook in OTHER_HOOKS if getattr(encoding, hook) != getattr(Position, hook)]
+        if issubclass(encoding, DistanceBias) and not more:
             mixable.append(key)
-    if registered in REGISTRY and registered not in mixable:
-        raise UserError(f"kernels: {name} is more than a bias by distance, so it cannot be mixed")
     if registered not in mixable:
+        if registered in REGISTRY:
+            raise UserError(
+                f"kernels: {name} is more than a bias by distance, so it cannot be mixed"
+            )
         names = [*KERNEL_NAMES, *mixable]
         raise UserError(f"kernels: no kernel is called {name!r}; {suggestion(name, names)}")
     try:

@@ -32,8 +32,7 @@ class Outline(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in MAKERS and math.prod(args[0]) > LARGE:
-            one = func([1], *args[1:], **kwargs)
-            return one.expand(args[0])
+            return func([1], *args[1:], **kwargs).expand(args[0])
         written = kwargs.get("out", args[0] if args else None) if func._schema.is_mutable else None
         if isinstance(written, Tensor):
             # What is, or was cut from, one number that is repeated cannot be filled by torch.

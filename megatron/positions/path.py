@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -102,15 +103,15 @@ class Path(Position):
             product = unmoved - w.mT @ inverse @ w
             moved = k - (k @ w.mT).triu(1) @ inverse.mT @ w
 
-            of_all = (q, k, w, inverse, product, moved)
-            chunks = [Chunk(*one) for one in zip(*(t.unbind(2) for t in of_all), strict=True)]
-            earlier = moved.new_empty(*moved.shape[:2], 0, head_dim)
-            if "keys" in memory:
-                earlier = memory["keys"]
+            by_chunk = (t.unbind(2) for t in (q, k, w, inverse, product, moved))
+            chunks = [Chunk(*tensors) for tensors in zip(*by_chunk, strict=True)]
+            no_keys = moved.new_empty(*moved.shape[:2], 0, head_dim)
+            earlier = memory.get("keys", no_keys)
+            assert isinstance(earlier, Tensor)
             stretches = [Stretch(unmoved, earlier)]
             for start in range(0, len(chunks), CHUNKS):
                 stretches.append(joined(chunks[start : start + CHUNKS]))
-            tensors = [tensor for part in (*chunks, *stretches) for tensor in part]
+            tensors = list(chain(*chunks, *stretches))
             with torch.no_grad():
                 keys = joined(stretches).moved[:, :, : earlier.shape[2] + length]
             memory["keys"] = keys.detach()
@@ -119,12 +120,12 @@ class Path(Position):
     def transitions(self, x: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
         """w of length 1 and β: x [batch, length, hidden] -> [batch, heads, length, head_dim] and
         [batch, heads, length]. memory["w"] holds what the convolution needs of the last tokens."""
-        mapped = F.linear(F.linear(x, self.bounded("down")), self.bounded("up")).transpose(1, 2)
+        mapped = self.mapped(self.mapped(x, "down"), "up").transpose(1, 2)
         longer = after_earlier(mapped, self.taps - 1, memory, "w")
         mixed = F.conv1d(longer, self.bounded("filter")[:, None], groups=mapped.shape[1])
         w = F.silu(mixed).unflatten(1, (self.shape.heads, -1)).transpose(2, 3)
         w = w * (w.square().sum(-1, keepdim=True) + NORM_EPSILON).rsqrt()
-        strength = F.linear(x, self.bounded("strength_weight"), self.bounded("strength_bias"))
+        strength = self.mapped(x, "strength_weight", "strength_bias")
         return w, 2 * strength.sigmoid().transpose(1, 2)
 
 
@@ -136,8 +137,8 @@ class PathFox(Path):
     √head_dim together with the score (arXiv 2505.16381).
     """
 
-    def __init__(self, shape: Shape, *, rank: int = 32, taps: int = 3) -> None:
-        super().__init__(shape, rank=rank, taps=taps)
+    def __init__(self, shape: Shape, **maps: int) -> None:
+        super().__init__(shape, **maps)
         self.gate_weight = linear_weight(shape.heads, shape.hidden)
         self.gate_bias = nn.Parameter(torch.zeros(shape.heads))
 
@@ -147,13 +148,12 @@ class PathFox(Path):
         memory["total"] holds the sums.
         """
         with without_autocast(x):
-            total = running_sum(self.log_gates(at_least_float32(x)), memory)
+            total = running_sum(self.log_gates(x), memory)
             return None, -total / math.sqrt(self.shape.head_dim)
 
     def log_gates(self, x: Tensor) -> Tensor:
         """log f: [batch, length, hidden] -> [batch, heads, length]."""
-        gate = F.linear(x, self.bounded("gate_weight"), self.bounded("gate_bias"))
-        return F.logsigmoid(gate).transpose(1, 2)
+        return F.logsigmoid(self.mapped(x, "gate_weight", "gate_bias")).transpose(1, 2)
 
 
 def parts_of(kind: type[Part], tensors: Sequence[Tensor]) -> list[Part]:
@@ -164,9 +164,9 @@ def parts_of(kind: type[Part], tensors: Sequence[Tensor]) -> list[Part]:
 
 def joined(parts: Sequence[Chunk] | Sequence[Stretch]) -> Stretch:
     """Neighbouring parts as one: the product of all, and their keys at the end of the last."""
-    *others, last = parts
+    *before, last = parts
     keys, later = [last.moved], last.product.mT
-    for part in reversed(others):
+    for part in reversed(before):
         keys.append(part.moved @ later)
         later = part.product.mT @ later
     return Stretch(later.mT, torch.cat(keys[::-1], dim=2))
@@ -176,30 +176,30 @@ def block_of_scores(
     chunk_count: int, tensors: Sequence[Tensor], start: int, end: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The function of `Position.block_scores`, given the tensors of chunks, then of stretches."""
-    of_chunks = chunk_count * len(Chunk._fields)
-    chunks = parts_of(Chunk, tensors[:of_chunks])
-    stretches = parts_of(Stretch, tensors[of_chunks:])
+    end_of_chunks = chunk_count * len(Chunk._fields)
+    chunks = parts_of(Chunk, tensors[:end_of_chunks])
+    stretches = parts_of(Stretch, tensors[end_of_chunks:])
     size = chunks[0].q.shape[2]
     blocks_before, rest = divmod(start, size * CHUNKS)
     assert rest == 0
     with without_autocast(chunks[0].q):
-        own_chunks = chunks[start // size : math.ceil(end / size)]
-        moved_q, own = [], []
-        for number, chunk in enumerate(own_chunks):
+        block = chunks[start // size : math.ceil(end / size)]
+        moved_q, near = [], []
+        for number, chunk in enumerate(block):
             by_w = (chunk.q @ chunk.w.mT).tril()  # [batch, heads, queries, tokens]
             solved = by_w @ chunk.inverse
             scores = [chunk.q @ chunk.k.mT - solved @ (chunk.w @ chunk.k.mT).tril(-1)]
             q = chunk.q - solved @ chunk.w  # at the chunk's begin
-            for before in reversed(own_chunks[:number]):
+            for before in reversed(block[:number]):
                 scores.append(q @ before.moved.mT)
                 q = q @ before.product
             moved_q.append(q)
-            later = (len(own_chunks) - 1 - number) * size
-            own.append(F.pad(torch.cat(scores[::-1], dim=-1), (0, later)))
+            later = (len(block) - 1 - number) * size
+            near.append(F.pad(torch.cat(scores[::-1], dim=-1), (0, later)))
         rows = end - start
         far_k = joined(stretches[: 1 + blocks_before]).moved  # the first one is the earlier text
         return (
             torch.cat(moved_q, dim=2)[:, :, :rows],
             far_k,
-            torch.cat(own, dim=2)[:, :, :rows, :rows],
+            torch.cat(near, dim=2)[:, :, :rows, :rows],
         )

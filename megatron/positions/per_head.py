@@ -15,7 +15,7 @@ Given = float | Sequence[float]
 
 
 class PerHead(Position):
-    """Keeps numbers per head as parameters (learned) or buffers (fixed); both are read one way."""
+    """Numbers per head as parameters (learned) or buffers (fixed); both are read one way."""
 
     def set_learned(self, name: str, start: Tensor) -> None:
         """start [heads] float32; its bounds are those of the class."""
@@ -25,18 +25,26 @@ class PerHead(Position):
         """Bounds do not apply: they are for learning."""
         self.register_buffer(name, torch.tensor(values), persistent=False)
 
+    def set_option(self, name: str, value: Given | None, start: Tensor) -> None:
+        """Learned from `start` on, unless the user gives its value."""
+        if value is None:
+            self.set_learned(name, start)
+        else:
+            _, most = self.bounds[name]
+            self.set_fixed(name, numbers(name, value, self.shape.heads, min(most, MOST)))
+
     def per_head(self, name: str) -> Tensor:
         """The numbers as they act: [heads, 1]."""
         return self.rounded(self.bounded(name))[:, None]
 
 
-def numbers(name: str, given: Any, heads: int, most: float = MOST) -> list[float]:
+def numbers(name: str, value: Any, heads: int, most: float = MOST) -> list[float]:
     """Positive numbers, one per head, or a UserError that names the option."""
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        return [positive(name, given, most=most)] * heads
-    if len(given) != heads:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        value = [value] * heads
+    if len(value) != heads:
         raise UserError(
-            f"{name}: {len(given)} numbers for {heads} heads;"
+            f"{name}: {len(value)} numbers for {heads} heads;"
             " give one per head, or one for all heads"
         )
-    return [positive(name, value, most=most) for value in given]
+    return [positive(name, number, most=most) for number in value]

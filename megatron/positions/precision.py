@@ -6,6 +6,7 @@ from operator import attrgetter
 from typing import ClassVar, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 HALF = (torch.bfloat16, torch.float16)
@@ -54,6 +55,11 @@ class Float32Module(nn.Module):
             correction = (self.exact[name] - value).detach()
             value = value + correction  # the exact value; the gradient reaches the parameter
         return within(value, low, high)
+
+    def mapped(self, x: Tensor, weight: str, bias: str | None = None) -> Tensor:
+        """A linear map by parameters of these names: [..., inputs] -> [..., outputs]."""
+        added = None if bias is None else self.bounded(bias)
+        return F.linear(at_least_float32(x), self.bounded(weight), added)
 
     def rounded(self, x: Tensor) -> Tensor:
         """x, in bfloat16 where `paper_precision` asks for it."""

@@ -95,7 +95,7 @@ def load_file(path: str | Path) -> str:
     digest = syntax_fingerprint(text)
     if digest in FILES:
         return text
-    if Path(path).resolve() in (Path(known).resolve() for known in FILES.values()):
+    if Path(path).resolve() in (Path(loaded).resolve() for loaded in FILES.values()):
         raise UserError(
             f"pos_emb_file: {path} was changed after this process had loaded it; start again"
         )
@@ -180,52 +180,84 @@ def fingerprint(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def options_of(name: str) -> dict[str, inspect.Parameter]:
-    """The options of the encoding `name`: keyword-only arguments, and numbers that it draws."""
-    encoding = encoding_called(name)
+def options_of(encoding: str | type[Position]) -> dict[str, inspect.Parameter]:
+    """The options of an encoding: keyword-only arguments, and numbers that it draws.
+
+    A class that passes on `**options` has those of the next class too.
+    """
+    if isinstance(encoding, str):
+        encoding = encoding_called(encoding)
     options = {}
-    for key, parameter in inspect.signature(encoding.__init__).parameters.items():
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
-            options[key] = parameter
+    for part in encoding.__mro__:
+        if "__init__" not in vars(part):
+            continue
+        parameters = inspect.signature(part.__init__).parameters.values()
+        for parameter in parameters:
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+                options.setdefault(parameter.name, parameter)
+        if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+            break
     for key in encoding.draws:
         drawn = inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None)
         options.setdefault(key, drawn)
     return options
 
 
-def named(option: str, given: Any) -> tuple[str, dict[str, Any]]:
+def defaults_of(name: str) -> dict[str, Any]:
+    """Defaults of the options of an encoding, those of earlier spellings included."""
+    defaults = {key: option.default for key, option in options_of(name).items()}
+    return {**encoding_called(name).earlier, **defaults}
+
+
+def in_earlier_spelling(name: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Name and all options of an encoding: yarn {factor: 4} is rotary {scaling: yarn, …}."""
+    encoding = encoding_called(name)
+    base = name
+    if encoding.joined_as is not None:
+        base = next(key for key, kind in REGISTRY.items() if issubclass(encoding, kind))
+    joined_as = encoding.joined_as or {}
+    return base, {**defaults_of(base), **defaults_of(name), **joined_as, **options}
+
+
+def named(option: str, item: Any) -> tuple[str, dict[str, Any]]:
     """Name and options of an encoding in a list of YAML: a name, or {name: {option: value}}.
 
     UserError, which names the option, for anything else.
     """
-    entry = {given: {}} if isinstance(given, str) else given
+    entry = {item: {}} if isinstance(item, str) else item
     if isinstance(entry, Mapping) and len(entry) == 1:
         [(name, options)] = entry.items()
         options = options or {}
         if isinstance(name, str) and isinstance(options, Mapping):
             return name, dict(options)
     raise UserError(
-        f"{option}: {given!r} is no encoding; write a name or {{name: {{option: value}}}}"
+        f"{option}: {item!r} is no encoding; write a name or {{name: {{option: value}}}}"
     )
 
 
 def build(name: str, shape: Shape, **options: Any) -> Position:
     """The encoding `name` for a model of this shape; UserError for a bad name, option or value."""
     encoding = encoding_called(name)
-    known = options_of(name)
+    choices = defaults_of(name)
     for option in options:
-        if option not in known:
+        if option not in choices:
             raise UserError(
-                f"pos_emb_args: {name} takes no option {option!r}; {suggestion(option, known)}"
+                f"pos_emb_args: {name} takes no option {option!r}; {suggestion(option, choices)}"
             )
-    for option, parameter in known.items():
+    for option, parameter in options_of(name).items():
         if parameter.default is parameter.empty and option not in options:
             raise UserError(
                 f"pos_emb_args: {name} needs the option {option};"
                 f" write pos_emb_args: {{{option}: …}}"
             )
     try:
+        encoding, options = encoding.joined(options)
+        parameters = options_of(encoding)
+        for option, value in options.items():
+            if isinstance(parameters[option].default, bool) and not isinstance(value, bool):
+                raise UserError(f"{option}: {value!r} is not true or false")
         position = encoding(shape, **options)
+        position.options = options
     except UserError as fault:
         raise UserError(f"pos_emb_args: {name}: {fault}") from None
     if "shape" not in vars(position):
@@ -257,8 +289,8 @@ def build_inside(
         raise UserError(f"of: {of!r} is not the name of an encoding; write of: {example}")
     if args is not None and not isinstance(args, Mapping):
         raise UserError(f"args: {args!r} are not options; write args: {{option: value}}")
-    known = options_of(of)
-    options = {name: value for name, value in more.items() if name in known} | dict(args or {})
+    takes = options_of(of)
+    options = {name: value for name, value in more.items() if name in takes} | dict(args or {})
     inner = build(of, shape, **options)
     if inner.looks_at_content:
         raise UserError(f"of: {of} looks at content; choose an encoding by positions, or none")
@@ -301,14 +333,7 @@ def chosen(name: str, value: Any, choices: Iterable[str]) -> str:
     return value
 
 
-def switch(name: str, value: Any) -> bool:
-    """`value` as true or false, or a UserError that names the option."""
-    if not isinstance(value, bool):
-        raise UserError(f"{name}: {value!r} is not true or false")
-    return value
-
-
-def suggestion(wrong: Any, known: Iterable[str]) -> str:
-    """`did you mean X?` if a known name is close, else all names to choose from."""
-    names = sorted(known)
+def suggestion(wrong: Any, choices: Iterable[str]) -> str:
+    """`did you mean X?` if a choice is close, else all names to choose from."""
+    names = sorted(choices)
     return did_you_mean(str(wrong), names) or f"choose from {', '.join(names) or 'none'}"

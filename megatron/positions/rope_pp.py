@@ -22,11 +22,6 @@ class RopePP(Rotary):
     and the cache is half: the paper's RoPE++ with equal heads. For equal cache give twice as many
     heads of the same size, `num_attention_heads: 24` and `head_dim: 64` beside rotary's 12 heads of
     64. Features that do not turn are the same in both heads.
-
-    rotary_pct, fraction, resonance, base, interleaved, scaling: as for rotary
-    factor, original_length, beta_fast, beta_slow, truncate: as for rotary
-    attention_factor, high_freq_factor, low_freq_factor: as for rotary
-    long_factor, short_factor: as for rotary
     """
 
     heads_per_query = 2

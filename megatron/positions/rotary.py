@@ -1,61 +1,57 @@
-"""Rotary positions (RoFormer, arXiv 2104.09864, equation 34), and scalings for longer texts.
+"""Rotary positions (RoFormer, arXiv 2104.09864, equation 34).
 
 Feature pairs are laid out as in GPT-NeoX: feature j turns with feature j + dim/2. With
 `interleaved` they are those of GPT-J: feature 2j turns with feature 2j + 1.
-
-There is no `dynamic` scaling. Its angles depend on the length of the whole text, so the scores of
-an early token would depend on what follows, and cached keys would be wrong. At one length it equals
-`scaling: ntk` with factor = length / train length. `evaluate.py --method dynamic_ntk` has a form of
-it without these faults. `longrope` has two sets of frequencies, one for texts up to
-original_length, and therefore refuses to continue a cached text beyond that length.
 """
 
-from collections.abc import Mapping
-from dataclasses import replace
+import math
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from megatron.errors import UserError
 from megatron.positions.base import Pair, Shape, Turning
-from megatron.positions.frequencies import LEAST_BASE, Scaling, fastest, with_whole_wavelengths
-from megatron.positions.frequencies import inverse_frequencies as inverse_frequencies
-from megatron.positions.registry import positive, register, switch
+from megatron.positions.frequencies import LEAST_BASE, inverse_frequencies
+from megatron.positions.registry import chosen, listed, options_of, positive, register
 
 
 @register("rotary", aliases=("rope",))
 class Rotary(Turning):
     """Rotate queries and keys by position · base^(-2j/dim), so that q·k depends on distance alone.
 
+    p_rope, resonance, pi, ntk, by_parts, yarn, llama3 and longrope change its frequencies. Several
+    act together in the earlier spelling, which rope_pp reads too: {fraction: 0.75, resonance: true,
+    scaling: yarn, factor: 4}, where `scaling: linear` is pi.
+
     rotary_pct: fraction of head_dim that turns; base: slowest wavelength / 2π
-    fraction: fraction of the frequencies that turn, the fastest ones; the others carry content
-        without positions (p-RoPE, arXiv 2410.06205). Unlike rotary_pct, it changes no frequency
-    resonance: whether wavelengths are rounded to whole tokens (Resonance RoPE, arXiv 2403.00071)
     interleaved: whether feature 2j turns with 2j + 1 (GPT-J), and not j with j + dim/2 (GPT-NeoX)
-    scaling: none, linear (position interpolation, arXiv 2306.15595), ntk (a larger base),
-        by_parts (slow features as linear, fast ones as none), yarn (by_parts with larger scores,
-        arXiv 2309.00071), llama3 (by_parts with another ramp, as in Llama 3.1) or longrope (a
-        factor for each feature, arXiv 2402.13753)
-    factor: length of the texts, as a multiple of original_length
-    original_length: the length before stretching, by default seq_length
-    beta_fast, beta_slow: for by_parts and yarn; features with more than beta_fast turns within
-        original_length stay, those with fewer than beta_slow are stretched fully, the others in
-        part
-    truncate: for by_parts and yarn; whether the ramp between them begins and ends at whole features
-    attention_factor: multiplies queries and keys; for yarn, by default 0.1 ln(factor) + 1, for
-        longrope, by default √(1 + ln(factor) / ln(original_length)), and for llama3 1
-    high_freq_factor, low_freq_factor: for llama3; as beta_fast and beta_slow for by_parts, with a
-        ramp that is linear in the number of turns
-    long_factor: for longrope; divisors of the frequencies in texts longer than original_length
-    short_factor: for longrope; divisors of the frequencies in all other texts
     """
 
     published = True
     heads_alike = True
     draws_positions = False
     reference_names = {"inv_freq": "inv_freq"}
+    earlier: ClassVar[dict[str, Any]] = {
+        "fraction": 1.0,
+        "resonance": False,
+        "scaling": "none",
+        "factor": 1.0,
+        "original_length": None,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": True,
+        "attention_factor": None,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "long_factor": None,
+        "short_factor": None,
+    }
+    trained_amplitude: float = 1.0  # a factor of queries and keys, so that scores get its square
+    trained_short_length: int = 0  # up to which short_frequencies hold
+    short_frequencies: Tensor | None = None
     inv_freq: Tensor
     short_inv_freq: Tensor
 
@@ -64,75 +60,52 @@ class Rotary(Turning):
         shape: Shape,
         *,
         rotary_pct: float = 1.0,
-        fraction: float = 1.0,
-        resonance: bool = False,
         base: float = 10000.0,
         interleaved: bool = False,
-        scaling: str = "none",
-        factor: float = 1.0,
-        original_length: int | None = None,
-        beta_fast: float = 32.0,
-        beta_slow: float = 1.0,
-        truncate: bool = True,
-        attention_factor: float | None = None,
-        high_freq_factor: float = 4.0,
-        low_freq_factor: float = 1.0,
-        long_factor: list[float] | None = None,
-        short_factor: list[float] | None = None,
     ) -> None:
         super().__init__(shape)
         positive("rotary_pct", rotary_pct, most=1)
         described = f"rotary_pct: {rotary_pct} of head_dim = {shape.head_dim}"
         self.dim = even(int(shape.head_dim * rotary_pct), described)
-        positive("fraction", fraction, least=2 / self.dim, most=1)
-        positive("base", base, least=LEAST_BASE)
-        self.turn = partial(rotate, interleaved=switch("interleaved", interleaved))
-        length: float = shape.train_length
-        if original_length is not None:
-            length = positive("original_length", original_length)
-        self.own_scaling = Scaling(
-            scaling,
-            factor,
-            length,
-            beta_fast,
-            beta_slow,
-            switch("truncate", truncate),
-            attention_factor,
-            high_freq_factor,
-            low_freq_factor,
-            long_factor,
-            short_factor,
-        )
-        self.stretches = scaling == "none" and self.dim > 2
-        self.stretched_by = None if scaling == "none" else scaling
-        self.base = base
-        self.fraction, self.resonance = fraction, switch("resonance", resonance)
-        self.scaling: Scaling | None = None  # in use
-        self.use_scaling({})
+        self.base = positive("base", base, least=LEAST_BASE)
+        self.turn = partial(rotate, interleaved=interleaved)
+        scalings = [name for name, kind in SCALINGS.items() if isinstance(self, kind)]
+        self.stretched_by = scalings[-1] if len(scalings) > 1 else None
+        self.stretches = self.stretched_by is None and self.dim > 2
+        self.scaling: dict[str, Any] = {}  # of `use_scaling`
         self.is_short = False
+        self._turn_as(self)
+
+    def frequencies(self, base: float) -> Tensor:
+        """Frequencies for a base, of long texts where they differ: [dim / 2] float64."""
+        return inverse_frequencies(self.dim, base)
+
+    def turning(self, frequencies: Tensor) -> Tensor:
+        """Frequencies as they are used, whatever the scaling: [dim / 2] float64 -> float32."""
+        return frequencies.float()
 
     def use_scaling(self, options: Mapping[str, Any]) -> None:
         """See Position."""
-        scaling = replace(self.own_scaling, **options)
-        if scaling == self.scaling:  # transformers calls this where numbers cannot be made
+        if options == self.scaling:  # transformers calls this where numbers cannot be made
             return
-        scaling.check(self.dim)
-        self.scaling = scaling
-        self.is_scaled = scaling.name != "none"
-        self.amplitude = scaling.amplitude
-        inv_freq = self._turning(scaling.stretched(self.dim, self.base)).to(self.origin)
-        self.register_buffer("inv_freq", inv_freq, persistent=False)
-        self.short_length = 0  # up to which the other frequencies hold
-        short_inv_freq = scaling.of_short_texts(self.dim, self.base)
-        if short_inv_freq is not None:
-            self.short_length = int(scaling.length)
-            short_inv_freq = self._turning(short_inv_freq).to(self.origin)
-        self.register_buffer("short_inv_freq", short_inv_freq, persistent=False)
+        source = self
+        if options:
+            stretching = {"scaling" if name == "name" else name: options[name] for name in options}
+            kind, arguments = self.joined({**self.options, **stretching})
+            source = kind(self.shape, **arguments)
+        self.scaling = dict(options)
+        self._turn_as(source)
 
-    @property
-    def movable(self) -> bool:
-        """Not where the frequencies of training depend on the length of the text."""
-        return self.own_scaling.name != "longrope"
+    def _turn_as(self, source: "Rotary") -> None:
+        """Take the frequencies of an encoding, which may be this one."""
+        self.is_scaled = source.stretched_by is not None
+        self.amplitude = source.trained_amplitude
+        self.short_length = source.trained_short_length
+        both = (source.frequencies(source.base), source.short_frequencies)
+        for name, frequencies in zip(("inv_freq", "short_inv_freq"), both, strict=True):
+            if frequencies is not None:
+                frequencies = source.turning(frequencies).to(self.origin)
+            self.register_buffer(name, frequencies, persistent=False)
 
     def prepare(self, length: int) -> None:
         """Choose the frequencies for a text of that many tokens."""
@@ -141,9 +114,8 @@ class Rotary(Turning):
     def check_cached(self, before: int, length: int) -> None:
         if before <= self.short_length < length:
             raise UserError(
-                f"pos_emb: rotary with scaling: longrope has other frequencies beyond"
-                f" {self.short_length} tokens, so cached keys of a shorter text cannot be used;"
-                " compute the text without a cache"
+                f"pos_emb: longrope has other frequencies beyond {self.short_length} tokens, so"
+                " cached keys of a shorter text cannot be used; compute the text without a cache"
             )
 
     def on_queries_keys_at(
@@ -157,25 +129,15 @@ class Rotary(Turning):
         **place: Any,
     ) -> Pair:
         """See Position. The base becomes base · stretch^(dim / (dim - 2))."""
-        frequencies = self._frequencies()
+        frequencies = self.short_inv_freq if self.is_short else self.inv_freq
         if stretch != 1:
             base = self.base * stretch ** (self.dim / (self.dim - 2))
-            frequencies = self._turning(inverse_frequencies(self.dim, base)).to(self.inv_freq)
+            frequencies = self.turning(self.frequencies(base)).to(self.inv_freq)
         cos, sin = self._cos_sin(query, frequencies)
         turned_q = self.turn(q, cos, sin)
         if key is not query:
             cos, sin = self._cos_sin(key, frequencies)
         return turned_q, self.turn(k, cos, sin)
-
-    def _turning(self, frequencies: Tensor) -> Tensor:
-        """As this encoding uses them: [dim / 2] -> [dim / 2] float32."""
-        if self.resonance:
-            frequencies = with_whole_wavelengths(frequencies)
-        return fastest(frequencies, self.fraction).float()
-
-    def _frequencies(self) -> Tensor:
-        """Those of the text that was prepared: [dim / 2] float32."""
-        return self.short_inv_freq if self.is_short else self.inv_freq
 
     def _cos_sin(self, position: Tensor, frequencies: Tensor) -> Pair:
         """[length], [dim / 2] -> [length, dim / 2] each, float32.
@@ -190,6 +152,313 @@ class Rotary(Turning):
         cos, sin = self.amplitude * angle.cos(), self.amplitude * angle.sin()
         return self.rounded(cos).to(angle.dtype), self.rounded(sin).to(angle.dtype)
 
+    @classmethod
+    def joined(cls, options: Mapping[str, Any]) -> tuple[type["Rotary"], dict[str, Any]]:
+        """This class with the relatives that earlier options name, and the options that it takes.
+
+        Raises UserError for options that none of them takes.
+        """
+        rest = {
+            name: value
+            for name, value in options.items()
+            if name not in cls.earlier or value != cls.earlier[name]
+        }
+        scaling = chosen("scaling", rest.pop("scaling", "none"), SCALINGS)
+        resonance = rest.pop("resonance", False)
+        if resonance not in (True, False):
+            raise UserError(f"resonance: {resonance!r} is not true or false")
+        relatives = [SCALINGS[scaling]]
+        if resonance:
+            relatives.insert(0, Resonance)
+        if "fraction" in rest:
+            relatives.insert(0, PRope)
+        kinds = [relative for relative in relatives if not issubclass(cls, relative)]
+        if cls is not Rotary or not kinds:
+            kinds.insert(0, cls)
+        kind: type[Rotary] = kinds[0]
+        if len(kinds) > 1:
+            kind = type(cls.__name__, tuple(kinds), {})
+        takes = options_of(kind)
+        for name, value in rest.items():
+            if name not in takes:
+                effective = [key for key, other in SCALINGS.items() if name in options_of(other)]
+                raise UserError(
+                    f"{name}: {value} has no effect with scaling: {scaling};"
+                    f" choose {' or '.join(effective)}, or leave it out"
+                )
+        if "factor" in takes:
+            rest.setdefault("factor", 1.0)
+        return kind, rest
+
+
+class Relative(Rotary):
+    """Rotary with other frequencies; `joined_as` is its earlier spelling."""
+
+    earlier = {}
+
+
+@register("p_rope")
+class PRope(Relative):
+    """Rotary of which the fastest frequencies alone turn (p-RoPE, arXiv 2410.06205).
+
+    The other features carry content without positions. Unlike rotary_pct, it changes no frequency.
+
+    fraction: fraction of the frequencies that turn
+    """
+
+    joined_as = {}
+
+    def __init__(self, shape: Shape, *, fraction: float = 0.75, **rotary: Any) -> None:
+        self.fraction = fraction
+        super().__init__(shape, **rotary)
+
+    def turning(self, frequencies: Tensor) -> Tensor:
+        fraction = positive("fraction", self.fraction, least=2 / self.dim, most=1)
+        turns = torch.arange(len(frequencies)) < math.floor(fraction * len(frequencies))
+        return torch.where(turns, super().turning(frequencies), 0.0)
+
+
+@register("resonance")
+class Resonance(Relative):
+    """Rotary with wavelengths of whole tokens: frequency 2π / round(2π / θ) (arXiv 2403.00071).
+
+    Resonance RoPE, equation 6.
+    """
+
+    joined_as = {"resonance": True}
+
+    def turning(self, frequencies: Tensor) -> Tensor:
+        wavelengths = 2 * math.pi / frequencies
+        return super().turning(2 * math.pi / wavelengths.round())
+
+
+class Stretched(Relative):
+    """Rotary for longer texts.
+
+    factor: length of the texts, as a multiple of original_length
+    original_length: the length before stretching, by default seq_length
+    attention_factor: multiplies queries and keys; by default 1, or what the formula has
+    """
+
+    usual_amplitude: float = 1.0
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        factor: float,
+        original_length: int | None = None,
+        attention_factor: float | None = None,
+        **rotary: Any,
+    ) -> None:
+        self.factor = positive("factor", factor, least=1)
+        self.length: float = shape.train_length
+        if original_length is not None:
+            self.length = positive("original_length", original_length, least=2)
+        if attention_factor is None:
+            attention_factor = self.usual_amplitude
+        self.trained_amplitude = positive("attention_factor", attention_factor)
+        super().__init__(shape, **rotary)
+
+
+@register("pi")
+class Interpolation(Stretched):
+    """Rotary at position / factor: position interpolation (arXiv 2306.15595)."""
+
+    joined_as = {"scaling": "linear"}
+
+    def frequencies(self, base: float) -> Tensor:
+        return super().frequencies(base) / self.factor
+
+
+@register("ntk")
+class Ntk(Stretched):
+    """Rotary with base · factor^(dim / (dim - 2)), dim the features that turn: NTK-aware scaling.
+
+    At one length, Hugging Face's `dynamic` equals it with factor = length / seq_length. As an
+    encoding `dynamic` would let early tokens depend on the length of the text, and cached keys
+    would be wrong: `evaluate.py --method dynamic_ntk` has a form without these faults.
+    """
+
+    joined_as = {"scaling": "ntk"}
+
+    def frequencies(self, base: float) -> Tensor:
+        if self.dim < 4:
+            raise UserError(
+                f"scaling: ntk stretches nothing with {self.dim} turning features; give at least 4"
+            )
+        return super().frequencies(base * self.factor ** (self.dim / (self.dim - 2)))
+
+
+class Partly(Stretched):
+    """Rotary of which slow features are stretched and fast ones stay."""
+
+    def frequencies(self, base: float) -> Tensor:
+        frequencies = super().frequencies(base)
+        part = self.stretched_part(base, frequencies)
+        return part * frequencies / self.factor + (1 - part) * frequencies
+
+    def stretched_part(self, base: float, frequencies: Tensor) -> Tensor:
+        """How much of the stretching each feature gets, from 0 to 1: [dim / 2] -> same."""
+        raise NotImplementedError
+
+
+@register("by_parts")
+class ByParts(Partly):
+    """Rotary whose slow features are stretched as by pi, while fast ones stay (arXiv 2309.00071).
+
+    The ramp between them is linear in the feature's number, between whole numbers with `truncate`,
+    as in YaRN's code and every published checkpoint; the paper's section 3.2 has it linear in the
+    number of turns.
+
+    beta_fast, beta_slow: features with more than beta_fast turns within original_length stay, those
+        with fewer than beta_slow are stretched fully, the others in part
+    truncate: whether the ramp between them begins and ends at whole features
+    """
+
+    joined_as = {"scaling": "by_parts"}
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        beta_fast: float = 32.0,
+        beta_slow: float = 1.0,
+        truncate: bool = True,
+        **rotary: Any,
+    ) -> None:
+        self.turns = falling({"beta_fast": beta_fast, "beta_slow": beta_slow})
+        self.truncate = truncate
+        super().__init__(shape, **rotary)
+
+    def stretched_part(self, base: float, frequencies: Tensor) -> Tensor:
+        # The j that turns so often within `length`: length · base^(-2j/dim) = 2π · turns.
+        low, high = (
+            self.dim * math.log(self.length / (turns * 2 * math.pi)) / (2 * math.log(base))
+            for turns in self.turns
+        )
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.dim - 1)
+        width = high - low or 0.001
+        ramp = (torch.arange(self.dim // 2, dtype=torch.float64) - low) / width
+        return ramp.clamp(0, 1)
+
+
+@register("yarn")
+class Yarn(ByParts):
+    """by_parts with queries and keys times 0.1 ln(factor) + 1 (YaRN, arXiv 2309.00071)."""
+
+    joined_as = {"scaling": "yarn"}
+
+    @property
+    def usual_amplitude(self) -> float:
+        """Section 3.4: temperature t is √(1/t) = 0.1 ln(factor) + 1 on queries and on keys."""
+        return 0.1 * math.log(self.factor) + 1
+
+
+@register("llama3")
+class Llama3(Partly):
+    """by_parts with a ramp that is linear in the number of turns, as in Llama 3.1.
+
+    high_freq_factor, low_freq_factor: as beta_fast and beta_slow for by_parts
+    """
+
+    joined_as = {"scaling": "llama3"}
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        high_freq_factor: float = 4.0,
+        low_freq_factor: float = 1.0,
+        **rotary: Any,
+    ) -> None:
+        self.turns = falling(
+            {"high_freq_factor": high_freq_factor, "low_freq_factor": low_freq_factor}
+        )
+        super().__init__(shape, **rotary)
+
+    def stretched_part(self, base: float, frequencies: Tensor) -> Tensor:
+        high, low = self.turns
+        turns = self.length * frequencies / (2 * math.pi)
+        return 1 - ((turns - low) / (high - low)).clamp(0, 1)
+
+
+@register("longrope")
+class LongRope(Stretched):
+    """Rotary whose frequencies have a divisor each (LongRoPE, arXiv 2402.13753).
+
+    Those of texts up to original_length have others, so it refuses to continue a cached text beyond
+    that length. Queries and keys are multiplied by √(1 + ln(factor) / ln(original_length)).
+
+    long_factor: divisors in texts longer than original_length, one for each pair that turns, or one
+        for all
+    short_factor: divisors in all other texts
+    """
+
+    joined_as = {"scaling": "longrope"}
+    movable = False  # the frequencies of training depend on the length of the text
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        long_factor: float | Sequence[float] | None = None,
+        short_factor: float | Sequence[float] = 1.0,
+        **rotary: Any,
+    ) -> None:
+        self.long_factor, self.short_factor = long_factor, short_factor
+        super().__init__(shape, **rotary)
+
+    @property
+    def usual_amplitude(self) -> float:
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.length))
+
+    @property
+    def trained_short_length(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return int(self.length)
+
+    @property
+    def short_frequencies(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return super().frequencies(self.base) / self._divisors("short_factor")
+
+    def frequencies(self, base: float) -> Tensor:
+        return super().frequencies(base) / self._divisors("long_factor")
+
+    def _divisors(self, option: str) -> Tensor:
+        """The numbers of an option: [dim / 2] float64."""
+        pairs = self.dim // 2
+        example = f"{pairs} numbers, one for each feature pair that turns"
+        numbers = getattr(self, option)
+        if isinstance(numbers, int | float):
+            numbers = [numbers] * pairs
+        numbers = listed(option, numbers, example=example, most=pairs)
+        if len(numbers) != pairs:
+            raise UserError(f"{option}: {len(numbers)} numbers are given; give {example}")
+        numbers = [positive(option, number) for number in numbers]
+        return torch.tensor(numbers, dtype=torch.float64)
+
+
+SCALINGS: dict[str, type[Rotary]] = {
+    "none": Rotary,
+    "linear": Interpolation,
+    "ntk": Ntk,
+    "by_parts": ByParts,
+    "yarn": Yarn,
+    "llama3": Llama3,
+    "longrope": LongRope,
+}
+"""Values of the earlier option `scaling`."""
+
+
+def falling(options: Mapping[str, float]) -> tuple[float, float]:
+    """Values of two options, the first of which must be larger."""
+    (larger, most), (smaller, least) = options.items()
+    if positive(larger, most) <= positive(smaller, least):
+        raise UserError(f"{larger}: {most} is not more than {smaller}: {least}")
+    return most, least
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """Turn the feature pairs (j, j + dim/2) of x: [..., length, head_dim] -> same.
@@ -200,17 +469,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
     half = cos.shape[-1]
     still = x.shape[-1] - 2 * half
     turning, rest = x.split([2 * half, still], dim=-1)
-    pairs, of_pair = (2, half), -2
+    pairs, dim = (2, half), -2
     if interleaved:
-        pairs, of_pair = (half, 2), -1
-    first, second = turning.unflatten(-1, pairs).unbind(of_pair)
+        pairs, dim = (half, 2), -1
+    first, second = turning.unflatten(-1, pairs).unbind(dim)
     turned_first = first * cos - second * sin
     turned_second = second * cos + first * sin
-    turned = torch.stack([turned_first, turned_second], dim=of_pair)
+    turned = torch.stack([turned_first, turned_second], dim=dim)
     turned = turned.flatten(-2).to(x.dtype)
     if not still:
         return turned
     return torch.cat([turned, rest], dim=-1)
+
+
+def rotate_both(q: Tensor, k: Tensor, angle: Tensor) -> Pair:
+    """Queries and keys turned by the same angles [..., length, dim / 2]: see `rotate`."""
+    cos, sin = angle.cos(), angle.sin()
+    return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
 def even(features: int, described: str) -> int:

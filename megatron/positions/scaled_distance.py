@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import UserError
-from megatron.positions.alibi import slopes
+from megatron.positions.alibi import alibi_slopes
 from megatron.positions.base import EXACT, DistanceBias, Shape
 from megatron.positions.kerple import FLOOR, POSITIVE, Kerple
 from megatron.positions.per_head import Given
-from megatron.positions.registry import chosen, positive, register, switch, whole
+from megatron.positions.registry import chosen, positive, register, whole
 
 NETWORKS = ("none", "fixed", "learned")
 SEED = 1234  # of fixed weights
@@ -66,9 +66,9 @@ class ScaledDistance(Kerple, DistanceBias):
                 raise UserError("slope_factor: fixes a, which is given too; keep one of them")
             # ALiBi's slopes times a factor, as the authors' code has them: none below 0.01.
             factor = positive("slope_factor", slope_factor)
-            a = [max(FLOOR, factor * slope) for slope in slopes(shape.heads)]
+            a = [max(FLOOR, factor * slope) for slope in alibi_slopes(shape.heads)]
         super().__init__(shape, a=a)
-        self.normalized = switch("normalized", normalized)
+        self.normalized = normalized
         self.over = whole("over", over, most=EXACT)
         self.clip = None if clip is None else whole("clip", clip, most=EXACT)
         self.has_network = chosen("network", network, NETWORKS) != "none"

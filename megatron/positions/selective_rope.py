@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.errors import UserError
-from megatron.positions.base import Memory, Pair, Position, Shape, after_earlier
+from megatron.positions.base import Memory, Pair, Position, Shape, after_earlier, running_angle
 from megatron.positions.frequencies import inverse_frequencies
 from megatron.positions.precision import at_least_float32, without_autocast
-from megatron.positions.registry import positive, register, switch, whole
-from megatron.positions.rotary import even, rotate
+from megatron.positions.registry import positive, register, whole
+from megatron.positions.rotary import even, rotate_both
 
 NORM_EPSILON = 1e-6  # of the released code
 LOG_DRIFT = (-20.0, 20.0)
@@ -67,15 +67,17 @@ class SelectiveRope(Position):
             rank = whole("rank", rank, most=2**20)
             self.down = linear_weight(rank, shape.hidden)
             self.up = linear_weight(features, rank)
-        self.taps = None if taps is None else whole("taps", taps, most=1024)
-        if self.taps is not None and self.taps > 1:
-            self.crosses_documents = "its convolution over tokens"
-        self.filter = None if self.taps is None else linear_weight(features, self.taps)
+        self.taps, self.filter = 2, None  # differences of neighbours
+        if taps is not None:
+            self.taps = whole("taps", taps, most=1024)
+            self.filter = linear_weight(features, self.taps)
+            if self.taps > 1:
+                self.crosses_documents = "its convolution over tokens"
         self.log_drift = None
-        if switch("drift", drift):
+        if drift:
             self.log_drift = nn.Parameter(torch.zeros(shape.heads, pairs))
         self.gate_weight = self.gate_bias = None
-        if switch("gate", gate):
+        if gate:
             self.gate_weight = linear_weight(shape.heads, shape.hidden)
             bound = 1 / math.sqrt(shape.hidden)
             self.gate_bias = nn.Parameter(torch.empty(shape.heads).uniform_(-bound, bound))
@@ -88,9 +90,7 @@ class SelectiveRope(Position):
         memory holds the last values of φ before the convolution, and the sum of all.
         """
         with without_autocast(x):
-            angle = self.angles(at_least_float32(x), memory)
-            cos, sin = angle.cos(), angle.sin()
-            return rotate(q, cos, sin), rotate(k, cos, sin)
+            return rotate_both(q, k, self.angles(at_least_float32(x), memory))
 
     def angles(self, x: Tensor, memory: Memory) -> Tensor:
         """Angles within ±2π: x [batch, length, hidden] -> [batch, heads, length, head_dim / 2].
@@ -101,15 +101,13 @@ class SelectiveRope(Position):
         squares = by_head.square().sum(-1, keepdim=True)
         by_head = by_head / (squares + NORM_EPSILON).sqrt()
         if self.rank is not None:  # φ before the convolution: [batch, features, length]
-            low = F.linear(by_head.flatten(2), self.bounded("down"))
-            phi = F.linear(low, self.bounded("up")).transpose(1, 2)
+            phi = self.mapped(self.mapped(by_head.flatten(2), "down"), "up").transpose(1, 2)
         else:
             unit = F.normalize(self.bounded("directions"), dim=1)
             weight = self.bounded("lengths")[:, None, None] * unit
             phi = torch.einsum("blhi,hio->bhol", by_head, weight).flatten(1, 2)
 
-        before = 1 if self.taps is None else self.taps - 1
-        longer = after_earlier(phi, before, memory, "phi")
+        longer = after_earlier(phi, self.taps - 1, memory, "phi")
         if self.filter is None:
             step = longer.diff(dim=2)
         else:
@@ -121,14 +119,9 @@ class SelectiveRope(Position):
             drift = self.bounded_to("log_drift", *LOG_DRIFT).exp()
             step = step + drift[:, None]
         if self.gate_weight is not None:
-            weight, bias = self.bounded("gate_weight"), self.bounded("gate_bias")
-            gate = F.linear(by_head.flatten(2), weight, bias).sigmoid()
+            gate = self.mapped(by_head.flatten(2), "gate_weight", "gate_bias").sigmoid()
             step = step * gate.transpose(1, 2)[..., None]
-        total = step.double().cumsum(dim=2)
-        if "sum" in memory:
-            total = total + memory["sum"]
-        memory["sum"] = total[:, :, -1:].detach()
-        angle = (total * self.frequencies).fmod(2 * math.pi)
+        angle = (running_angle(step, memory) * self.frequencies).fmod(2 * math.pi)
         return angle.to(x.dtype)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.positions.base import Position, Shape
-from megatron.positions.registry import positive, register, switch
+from megatron.positions.registry import positive, register
 
 
 @register("ssmax")
@@ -40,10 +40,10 @@ class SSMax(Position):
         if scale is None:
             scale = 1 / math.log(max(2, shape.train_length))
         first = torch.full((shape.heads,), positive("scale", scale))
-        self.scale = nn.Parameter(first) if switch("learned", learned) else None
+        self.scale = nn.Parameter(first) if learned else None
         if self.scale is None:
             self.register_buffer("fixed", first, persistent=False)
-        self.offset = nn.Parameter(torch.zeros(shape.heads)) if switch("bias", bias) else None
+        self.offset = nn.Parameter(torch.zeros(shape.heads)) if bias else None
 
     def score_scale(self, visible_keys: Tensor) -> Tensor:
         """[queries] int64, or with a batch before it -> […, heads, queries] float32."""

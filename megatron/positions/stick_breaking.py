@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron.positions.base import Memory, Position, Shape
 from megatron.positions.precision import at_least_float32, without_autocast
-from megatron.positions.registry import register, switch
+from megatron.positions.registry import register
 
 
 @register("stick_breaking")
@@ -26,23 +26,23 @@ class StickBreaking(Position):
 
     def __init__(self, shape: Shape, *, attend_current: bool = False) -> None:
         super().__init__(shape)
-        self.attend_current = switch("attend_current", attend_current)
+        self.attend_current = attend_current
 
     def on_scores(self, scores: Tensor, x: Tensor, memory: Memory) -> Tensor:
         """scores [batch, heads, queries, keys] -> logarithms of the weights, same shape."""
         scores = at_least_float32(scores)
         queries, keys = scores.shape[-2:]
-        own = keys - queries  # the key of the first query
+        first_key = keys - queries  # of the first query
         visible = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).tril(
-            own if self.attend_current else own - 1
+            first_key if self.attend_current else first_key - 1
         )
         with without_autocast(scores):
             left = torch.where(visible, F.logsigmoid(-scores), 0.0)
             # Summed from the query on: where a sum is large, its rounding has no weight.
             rest = left.flip(-1).cumsum(-1).flip(-1)  # of the keys from j to i
             taken = F.logsigmoid(scores) + rest - left
-            kept = rest[..., :1]  # by the query itself
+            remainder = rest[..., :1]
             if self.attend_current:
-                kept = torch.logaddexp(taken, kept)
-            is_own = torch.eye(keys, dtype=torch.bool, device=scores.device)[own:]
-            return torch.where(is_own, kept, taken)
+                remainder = torch.logaddexp(taken, remainder)
+            is_query = torch.eye(keys, dtype=torch.bool, device=scores.device)[first_key:]
+            return torch.where(is_query, remainder, taken)

@@ -2,7 +2,6 @@
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import reduce
 from typing import Any, cast
 
@@ -38,24 +37,25 @@ class Sum(Position):
                     "parts: sum cannot be inside itself; name the encodings in one list"
                 )
             self.parts.append(build(name, shape, **options))
+        parts_with = {
+            hook: [part for part in self._parts if part.has(hook)]
+            for hook in ("score_bias", "on_queries_keys", "block_scores")
+        }
+        rotating = [part for part in self._parts if part.rotates]
         self.per_layer = any(part.per_layer for part in self._parts)
+        self.rotates = bool(rotating)
         self.by_distance = all(part.by_distance for part in self._parts)
-        crossing = [part.crosses_documents for part in self._parts if part.crosses_documents]
-        self.crosses_documents = next(iter(crossing), None)
         self.grouped_queries = all(part.grouped_queries for part in self._parts)
         self.heads_per_query = max(part.heads_per_query for part in self._parts)
-        by_product = [part for part in self._parts if part.has("score_bias")]
-        self.score_rank = sum(part.score_rank for part in by_product)
-        self.sums_over_tokens = all(part.sums_over_tokens for part in by_product)
-        turning = [part for part in self._parts if part.has("on_queries_keys")]
-        self.heads_alike = all(part.heads_alike for part in turning)
-        self.score_width = self._parts[0].score_width
-        rotating = [part for part in self._parts if part.rotates]
-        self.rotates = bool(rotating)
+        self.score_rank = sum(part.score_rank for part in parts_with["score_bias"])
+        self.sums_over_tokens = all(part.sums_over_tokens for part in parts_with["score_bias"])
+        self.heads_alike = all(part.heads_alike for part in parts_with["on_queries_keys"])
         self.stretches = bool(rotating) and all(part.stretches for part in rotating)
-        stretched = [part.stretched_by for part in rotating if part.stretched_by]
-        self.stretched_by = next(iter(stretched), None)
-        if sum(part.has("block_scores") for part in self._parts) > 1:
+        for part in reversed(self._parts):
+            self.crosses_documents = part.crosses_documents or self.crosses_documents
+            self.stretched_by = part.stretched_by or self.stretched_by
+            self.score_width = part.score_width
+        if len(parts_with["block_scores"]) > 1:
             raise UserError("parts: only one part can give the scores themselves; name one path")
         for part in self._parts[1:]:
             if part.score_width != 1:
@@ -93,9 +93,8 @@ class Sum(Position):
         return all(part.movable for part in self._parts)
 
     def on_queries_keys_by_content(self, q: Tensor, k: Tensor, x: Tensor, memory: Memory) -> Pair:
-        for number, part in enumerate(self._parts):
-            with _own(memory, number) as own:
-                q, k = part.on_queries_keys_by_content(q, k, x, own)
+        for part, part_memory in self._with_memory("on_queries_keys_by_content", memory):
+            q, k = part.on_queries_keys_by_content(q, k, x, part_memory)
         return q, k
 
     def distance_bias(self, length: int) -> Tensor | None:
@@ -121,11 +120,10 @@ class Sum(Position):
 
     def score_bias(self, x: Tensor, memory: Memory) -> tuple[Tensor | None, Tensor]:
         """Several products are one of higher rank."""
-        biases = []
-        for number, part in enumerate(self._parts):
-            if part.has("score_bias"):
-                with _own(memory, number) as own:
-                    biases.append(part.score_bias(x, own))
+        biases = [
+            part.score_bias(x, part_memory)
+            for part, part_memory in self._with_memory("score_bias", memory)
+        ]
         if len(biases) == 1:
             return biases[0]
         us, ws = [], []
@@ -138,29 +136,31 @@ class Sum(Position):
         return torch.cat(us, dim=-1), torch.cat(ws, dim=-1)
 
     def block_scores(self, q: Tensor, k: Tensor, x: Tensor, memory: Memory) -> BlockScores:
-        number = [part.has("block_scores") for part in self._parts].index(True)
-        with _own(memory, number) as own:
-            return self._parts[number].block_scores(q, k, x, own)
+        [scores] = [
+            part.block_scores(q, k, x, part_memory)
+            for part, part_memory in self._with_memory("block_scores", memory)
+        ]
+        return scores
 
     def on_scores(self, scores: Tensor, x: Tensor, memory: Memory) -> Tensor:
-        for number, part in enumerate(self._parts):
-            if not part.has("on_scores"):
-                continue
-            with _own(memory, number) as own:
-                scores = part.on_scores(scores, x, own)
+        for part, part_memory in self._with_memory("on_scores", memory):
+            scores = part.on_scores(scores, x, part_memory)
         return scores
+
+    def _with_memory(self, hook: str, memory: Memory) -> Iterator[tuple[Position, Memory]]:
+        """Each part that has a hook, and its memory out of that of all, which is kept there."""
+        for number, part in enumerate(self._parts):
+            if not part.has(hook):
+                continue
+            prefix = f"part{number}."
+            part_memory = {
+                name.removeprefix(prefix): tensor
+                for name, tensor in memory.items()
+                if name.startswith(prefix)
+            }
+            yield part, part_memory
+            memory |= {f"{prefix}{name}": tensor for name, tensor in part_memory.items()}
 
     @property
     def _parts(self) -> Sequence[Position]:
         return cast(Sequence[Position], self.parts)
-
-
-@contextmanager
-def _own(memory: Memory, number: int) -> Iterator[Memory]:
-    """The memory of one part, out of that of all."""
-    prefix = f"part{number}."
-    own = {
-        name.removeprefix(prefix): kept for name, kept in memory.items() if name.startswith(prefix)
-    }
-    yield own
-    memory |= {f"{prefix}{name}": kept for name, kept in own.items()}

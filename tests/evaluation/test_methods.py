@@ -104,7 +104,7 @@ def test_a_layer_that_cannot_is_named():
         (
             "[rotary: {scaling: linear}]",
             "yarn",
-            r"rotary are stretched already \(scaling: linear\); take one of rerope, leaky_rerope",
+            r"pi are stretched already \(scaling: linear\); take one of rerope, leaky_rerope",
         ),
         ("[{sum: {parts: [rope: {scaling: llama3}]}}]", "dynamic_ntk", "scaling: llama3"),
         ("[rotary, rotary: {scaling: ntk}]", "yarn", "stretched already .scaling: ntk.; take"),

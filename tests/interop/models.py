@@ -47,7 +47,7 @@ from torch import Tensor, nn
 
 from megatron.positions import DistanceBias, Shape, positive, register
 from megatron.positions.alibi import (
-    slopes,
+    alibi_slopes,
 )
 
 
@@ -57,7 +57,7 @@ class Bump(DistanceBias):
         super().__init__(shape)
         self.width = positive("width", width)
         self.height = nn.Parameter(torch.rand(shape.heads))
-        self.register_buffer("slope", torch.tensor(slopes(shape.heads)), persistent=False)
+        self.register_buffer("slope", torch.tensor(alibi_slopes(shape.heads)), persistent=False)
 
     def log_kernel(self, distance: Tensor) -> Tensor:
         bump = self.bounded("height")[:, None] * torch.exp(-distance / self.width)

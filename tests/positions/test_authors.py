@@ -370,7 +370,7 @@ def test_a_model_trained_without_scaling_gets_the_frequencies_of_the_authors(nam
         golden = load(name, variant)
         scaled = case.build(golden)
         trained = build("rotary", golden.shape(), base=scaled.base)
-        trained.use_scaling(vars(scaled.own_scaling))
+        trained.use_scaling({"name": name, **scaled.options})
         expected = golden.numbers.get("inv_freq", golden.numbers.get("L48.inv_freq"))
         torch.testing.assert_close(trained.inv_freq, expected, rtol=1e-6, atol=0)
         assert trained.amplitude == pytest.approx(golden.numbers["mscale"].item())

@@ -12,7 +12,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from megatron.config import load
 from megatron.model import from_config
 from megatron.positions import Position, Shape, build
-from megatron.positions.alibi import slopes
+from megatron.positions.alibi import alibi_slopes
 
 SHAPE = Shape(heads=12, head_dim=64, hidden=768, train_length=512)
 LONG = 131072
@@ -258,12 +258,12 @@ def test_slopes_are_the_official_ones_in_the_official_order():
         (12, SLOPES),
         (25, [2 ** (-n / 2) for n in range(1, 17)] + [2 ** (-n / 4) for n in range(1, 19, 2)]),
     ):
-        assert slopes(heads) == pytest.approx(expected, rel=1e-12)
+        assert alibi_slopes(heads) == pytest.approx(expected, rel=1e-12)
     # Of the tanh kernel, for which 12 are published: in the ratio of the steeper ones.
     ratio = (column(TANH_SLOPES) / S)[S > 0.04]
     torch.testing.assert_close(ratio, torch.full((8,), 0.5148).double(), rtol=1e-3, atol=0)
     found = build("tanh", Shape(16, 64, 1024, 512)).distance_bias(100).double()
-    of_16 = torch.log(1e-6 + 1 + torch.tanh(-0.5148 * column(slopes(16)) * D[:100]))
+    of_16 = torch.log(1e-6 + 1 + torch.tanh(-0.5148 * column(alibi_slopes(16)) * D[:100]))
     torch.testing.assert_close(found, of_16, rtol=1e-6, atol=2e-7)
 
 

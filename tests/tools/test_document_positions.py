@@ -35,7 +35,7 @@ def test_every_encoding_says_its_formula_paper_options_numbers_and_cost():
     assert "`rpe`" in sections["t5"]
     # Several in one line, one that two options share, and one of the class that it extends.
     assert "| `base` | 10000 | slowest wavelength / 2π |" in sections["rotary"]
-    assert "| `beta_slow` | 1 | for by_parts and yarn; features" in sections["rotary"]
+    assert "| `beta_slow` | 1 | features with more than beta_fast" in sections["yarn"]
     assert "| `taps` | 3 | tokens of the convolution" in sections["path_fox"]
     assert "| `kernels` | [exp, {exp: 0.5}, gaussian] | as for mep |" in sections["mep_free"]
 
