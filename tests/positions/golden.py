@@ -34,8 +34,8 @@ class Golden:
     @property
     def lengths(self) -> list[str]:
         """`L16` and so on, where this variant has numbers and inputs."""
-        own = {name.split(".")[0] for name in self.numbers if re.match(r"L\d+\.", name)}
-        return sorted(length for length in own if f"{length}.q" in self.inputs)
+        lengths = {name.split(".")[0] for name in self.numbers if re.match(r"L\d+\.", name)}
+        return sorted(length for length in lengths if f"{length}.q" in self.inputs)
 
     def of_length(self, length: str) -> dict[str, Tensor]:
         """The numbers at one length, by name."""

@@ -48,9 +48,9 @@ def tables(position, length):
 
 @pytest.mark.parametrize("name", REGISTRY)
 def test_an_absurd_option_is_a_message_or_a_sane_encoding(name):
-    known = options_of(name)
-    partners = [partner for partner in PARTNERS if partner.keys() <= known.keys()]
-    for option, partner, value in itertools.product(known, partners, VALUES):
+    options = options_of(name)
+    partners = [partner for partner in PARTNERS if partner.keys() <= options.keys()]
+    for option, partner, value in itertools.product(options, partners, VALUES):
         chosen = {**NEEDED.get(name, {}), **partner, option: value}
         try:
             with Outline():  # as a configuration is checked

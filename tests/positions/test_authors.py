@@ -94,14 +94,14 @@ def fire(golden: Golden) -> dict[str, Any]:
 
 def selective_rope(golden: Golden) -> dict[str, Any]:
     theta = golden.numbers["param.temperature"].flatten()  # θ_c = base^(-2c / head_dim)
-    own = golden.params(OF_SELECTIVE)
-    low_rank = "down" in own
+    ours = golden.params(OF_SELECTIVE)
+    low_rank = "down" in ours
     return {
         "base": theta[1].double().item() ** (-golden.shape().head_dim / 2),
-        "rank": len(own["down"]) if low_rank else None,
-        "taps": own["filter"].shape[-1] if low_rank else None,
-        "drift": "log_drift" in own,
-        "gate": "gate_weight" in own,
+        "rank": len(ours["down"]) if low_rank else None,
+        "taps": ours["filter"].shape[-1] if low_rank else None,
+        "drift": "log_drift" in ours,
+        "gate": "gate_weight" in ours,
     }
 
 
@@ -117,8 +117,8 @@ def dape(golden: Golden) -> dict[str, Any]:
     args = {}
     if inner == "fire":
         args = {**fire(golden), "activation": "leaky_relu", "last_bias": True}
-    of = {"nope": "none", "kerple": "kerple_log"}.get(inner, inner)
-    return {"of": of, "args": args, "width": golden.numbers["param.mlp2.0.bias"].numel()}
+    name = {"nope": "none", "kerple": "kerple_log"}.get(inner, inner)
+    return {"of": name, "args": args, "width": golden.numbers["param.mlp2.0.bias"].numel()}
 
 
 def grape_m(golden: Golden) -> dict[str, Any]:
@@ -282,11 +282,11 @@ def inside_bounds(position: Position, name: str) -> Tensor:
     return (parameter >= low) & (parameter <= high)
 
 
-def close(found: Tensor, expected: Tensor, tolerance: float) -> None:
+def close(values: Tensor, expected: Tensor, tolerance: float) -> None:
     """Within the tolerance of the largest number that is expected, and of 1."""
-    found = found.detach().double().reshape(expected.shape)
+    values = values.detach().double().reshape(expected.shape)
     largest = max(1.0, expected.abs().max().item())
-    torch.testing.assert_close(found, expected.double(), rtol=0, atol=tolerance * largest)
+    torch.testing.assert_close(values, expected.double(), rtol=0, atol=tolerance * largest)
 
 
 def merged(heads: Tensor) -> Tensor:
@@ -311,7 +311,7 @@ def test_an_encoding_gives_the_numbers_of_its_authors(name, variant):
         position = case.build(golden).double()
         position.prepare(int(length[1:]))
         q, k, v, x, dout = (
-            golden.inputs[f"{length}.{one}"].double() for one in ("q", "k", "v", "x", "dout")
+            golden.inputs[f"{length}.{key}"].double() for key in ("q", "k", "v", "x", "dout")
         )
         x_name = "grad_x"
         if case.x is not None:
@@ -319,8 +319,8 @@ def test_an_encoding_gives_the_numbers_of_its_authors(name, variant):
             x = merged(expected[case.x].double())
             expected[x_name] = merged(expected[x_name])
         inputs = {"grad_q": q, "grad_k": k, "grad_v": v, x_name: x}
-        for one in inputs.values():
-            one.requires_grad_()
+        for tensor in inputs.values():
+            tensor.requires_grad_()
         with torch.no_grad():
             scores = scores_of(position, q, k, x)
             bias = lower_triangle(scores - q @ k.mT / q.shape[-1] ** 0.5)
@@ -336,12 +336,12 @@ def check_values(
     scores: Tensor, bias: Tensor, out: Tensor, expected: dict[str, Tensor], case: Case
 ) -> None:
     if "scores" in expected:
-        wanted = expected["scores"]
-        found = scores[: len(wanted)]
+        theirs = expected["scores"]
+        ours = scores[: len(theirs)]
         if case.constant:
-            found, wanted = found - found[..., :1], wanted - wanted[..., :1]
-        last = wanted.shape[-1] if case.last_score else -1
-        close(found[..., :last], wanted[..., :last], 2e-5)
+            ours, theirs = ours - ours[..., :1], theirs - theirs[..., :1]
+        last = theirs.shape[-1] if case.last_score else -1
+        close(ours[..., :last], theirs[..., :last], 2e-5)
     if "bias" in expected:
         close(bias[: len(expected["bias"])], expected["bias"], 2e-5)
     if case.out in expected:
@@ -357,11 +357,11 @@ def check_gradients(
             assert tensor.grad is not None
             close(tensor.grad, expected[name], 1e-4)
     for theirs, ours in case.numbers.items():
-        wanted = expected.get(f"grad.{theirs}", expected.get(f"grad_{theirs}"))
-        if wanted is not None:
-            inside = inside_bounds(position, ours).view(wanted.shape)
-            found = position.get_parameter(ours).grad.view(wanted.shape)
-            close(found[inside], wanted[inside], 1e-4)
+        gradient = expected.get(f"grad.{theirs}", expected.get(f"grad_{theirs}"))
+        if gradient is not None:
+            inside = inside_bounds(position, ours).view(gradient.shape)
+            our_gradient = position.get_parameter(ours).grad.view(gradient.shape)
+            close(our_gradient[inside], gradient[inside], 1e-4)
 
 
 @pytest.mark.parametrize("name", ["yarn", "longrope"])
@@ -420,7 +420,7 @@ def test_comrope_on_one_axis_is_grape_m_after_a_change_of_basis(variant):
         return torch.cat([half.transpose(2, 3).flatten(3) for half in halves], dim=-1)
 
     for length in golden.lengths:
-        q, k, x = (golden.inputs[f"{length}.{one}"].double() for one in ("q", "k", "x"))
-        wanted = golden.of_length(length)["scores"]
-        found = lower_triangle(scores_of(ours, in_basis(q), in_basis(k), x))
-        close(found[: len(wanted)], wanted, 2e-5)
+        q, k, x = (golden.inputs[f"{length}.{key}"].double() for key in ("q", "k", "x"))
+        theirs = golden.of_length(length)["scores"]
+        scores = lower_triangle(scores_of(ours, in_basis(q), in_basis(k), x))
+        close(scores[: len(theirs)], theirs, 2e-5)

@@ -84,7 +84,7 @@ def test_every_encoding_keeps_what_it_must(key):
 
 
 def failures(findings) -> list[str]:
-    return [f"{one.check}: {one.detail}" for one in findings if one.verdict == FAILS]
+    return [f"{item.check}: {item.detail}" for item in findings if item.verdict == FAILS]
 
 
 # A table, a rotation, an index bias and sums by content; far values of all are held above.

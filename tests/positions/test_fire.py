@@ -28,8 +28,8 @@ def test_far_distances_are_equation_9_in_float64():
             values = numbers[f"weight_{layer}"] @ values + numbers[f"bias_{layer}"]
             values = values.clamp(min=0)
         expected = (numbers["weight_2"] @ values).tolist()
-        found = position.index_bias(torch.tensor([i]), torch.tensor([j]))[:, 0, 0]
-        assert found.tolist() == pytest.approx(expected, rel=2e-5, abs=1e-6)
+        bias = position.index_bias(torch.tensor([i]), torch.tensor([j]))[:, 0, 0]
+        assert bias.tolist() == pytest.approx(expected, rel=2e-5, abs=1e-6)
 
 
 def test_keys_may_come_in_any_order_and_queries_in_any_portion(monkeypatch):

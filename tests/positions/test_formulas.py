@@ -262,9 +262,9 @@ def test_slopes_are_the_official_ones_in_the_official_order():
     # Of the tanh kernel, for which 12 are published: in the ratio of the steeper ones.
     ratio = (column(TANH_SLOPES) / S)[S > 0.04]
     torch.testing.assert_close(ratio, torch.full((8,), 0.5148).double(), rtol=1e-3, atol=0)
-    found = build("tanh", Shape(16, 64, 1024, 512)).distance_bias(100).double()
-    of_16 = torch.log(1e-6 + 1 + torch.tanh(-0.5148 * column(alibi_slopes(16)) * D[:100]))
-    torch.testing.assert_close(found, of_16, rtol=1e-6, atol=2e-7)
+    bias = build("tanh", Shape(16, 64, 1024, 512)).distance_bias(100).double()
+    expected = torch.log(1e-6 + 1 + torch.tanh(-0.5148 * column(alibi_slopes(16)) * D[:100]))
+    torch.testing.assert_close(bias, expected, rtol=1e-6, atol=2e-7)
 
 
 # --- The experiments of MEP's code on scaled distances, by their published names ---

@@ -60,30 +60,30 @@ def test_path_gives_the_numbers_of_its_authors(name, backend):
     assert lengths
     for length in lengths:
         mapped = ("w", "beta", "log_f") if name == "path_fox" else ("w", "beta")
-        leaves = {one: inputs[f"{length}.{one}"].double() for one in ("q", "k", "v")}
-        leaves |= {one: numbers[f"{length}.{one}"].double() for one in mapped}
+        leaves = {key: inputs[f"{length}.{key}"].double() for key in ("q", "k", "v")}
+        leaves |= {key: numbers[f"{length}.{key}"].double() for key in mapped}
         for leaf in leaves.values():
             leaf.requires_grad_()
         q, k, v = leaves["q"], leaves["k"], leaves["v"]
         position = given(name, leaves["w"], leaves["beta"], leaves.get("log_f"))
-        own = scores_of(position, q, k, inputs[f"{length}.x"].double(), {})
+        terms = scores_of(position, q, k, inputs[f"{length}.x"].double(), {})
 
-        dense = own | {"score_bias": ScoreBias.of(own.get("score_bias"))}
+        dense = terms | {"score_bias": ScoreBias.of(terms.get("score_bias"))}
         scores = all_scores(q, k, None, **NOTHING, **dense)
-        wanted = numbers.get(f"{name}.{length}.scores")
-        if wanted is not None:
+        theirs = numbers.get(f"{name}.{length}.scores")
+        if theirs is not None:
             # The softmax ignores what is the same for all keys of a query.
-            expected = torch.zeros(*wanted.shape[:2], *scores.shape[2:]).double()
+            expected = torch.zeros(*theirs.shape[:2], *scores.shape[2:]).double()
             rows, columns = torch.tril_indices(*scores.shape[2:])
-            expected[..., rows, columns] = wanted.double()
-            found = (scores - scores[..., :1])[: len(wanted)]
-            close(lower_triangle(found), lower_triangle(expected - expected[..., :1]), 2e-5)
-        out = attention(q, k, v, **own, backend=backend)
+            expected[..., rows, columns] = theirs.double()
+            ours = (scores - scores[..., :1])[: len(theirs)]
+            close(lower_triangle(ours), lower_triangle(expected - expected[..., :1]), 2e-5)
+        out = attention(q, k, v, **terms, backend=backend)
         close(out, numbers[f"{name}.{length}.out"], 2e-5)
         (out * inputs[f"{length}.dout"].double()).sum().backward()
-        for one, leaf in leaves.items():
-            if f"{name}.{length}.grad_{one}" in numbers:
-                close(leaf.grad, numbers[f"{name}.{length}.grad_{one}"], 1e-4)
+        for key, leaf in leaves.items():
+            if f"{name}.{length}.grad_{key}" in numbers:
+                close(leaf.grad, numbers[f"{name}.{length}.grad_{key}"], 1e-4)
 
 
 @pytest.mark.parametrize("name", ["path", "path_fox"])
@@ -105,12 +105,11 @@ def test_blocks_and_pieces_give_the_product_of_all_matrices(name):
         q, k, v = q.float(), k.float(), v.float()
         for end in (70, 71, 72, length):
             new = slice(begin, end)
-            own = scores_of(position, q[:, :, new], k[:, :, new], x[:, new], memory)
-            found = attention(q[:, :, new], k[:, :, :end], v[:, :, :end], **own)
-            close(found, expected[:, :, new], 2e-5)
+            terms = scores_of(position, q[:, :, new], k[:, :, new], x[:, new], memory)
+            out = attention(q[:, :, new], k[:, :, :end], v[:, :, :end], **terms)
+            close(out, expected[:, :, new], 2e-5)
             begin = end
-        found = attention(q, k, v, **scores_of(position, q, k, x, {}))
-        close(found, expected, 2e-5)
+        close(attention(q, k, v, **scores_of(position, q, k, x, {})), expected, 2e-5)
 
 
 def test_masks_and_biases_act_in_blocks_as_on_all_scores():
@@ -134,8 +133,8 @@ def test_masks_and_biases_act_in_blocks_as_on_all_scores():
             leaves = [q, k, v, total] if "score_bias" in option else [q, k, v]
             gradients = torch.autograd.grad(out.square().sum(), leaves)
             results.append((out, *gradients))
-        for found, expected in zip(*results, strict=True):
-            close(found, expected, 2e-5)
+        for eager, sdpa in zip(*results, strict=True):
+            close(eager, sdpa, 2e-5)
 
 
 def test_one_part_alone_gives_the_scores():
@@ -152,5 +151,5 @@ def test_autocast_rounds_no_product_of_attention(name):
     with torch.no_grad():
         expected = attention(q, k, v, **scores_of(position, q, k, x, {}))
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            found = attention(q, k, v, **scores_of(position, q, k, x, {}))
-    assert torch.equal(found, expected)
+            out = attention(q, k, v, **scores_of(position, q, k, x, {}))
+    assert torch.equal(out, expected)

@@ -64,12 +64,12 @@ def test_biases_are_those_of_the_drawn_distances():
     position = drawn("mep_param")
     assert position.distance_bias(64) is None
     queries, keys = torch.arange(20, 64), torch.arange(63, -1, -1)
-    found = position.index_bias(queries, keys)
+    bias = position.index_bias(queries, keys)
     table, p = position.inner.distance_bias(256), position.drawn
     for i in (20, 40, 63):
         for j in (0, 7, i):
             expected = table[:, p[i] - p[j]]
-            torch.testing.assert_close(found[:, i - 20, 63 - j], expected, rtol=0, atol=0)
+            torch.testing.assert_close(bias[:, i - 20, 63 - j], expected, rtol=0, atol=0)
 
 
 def test_evaluation_is_the_encoding_inside():
@@ -99,8 +99,8 @@ def test_backends_and_recomputation_see_one_draw(of, shared):
         loss.backward()
         results.append([loss, *(parameter.grad for parameter in gpt.parameters())])
     for other in results[1:]:
-        for found, expected in zip(other, results[0], strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
+        for actual, expected in zip(other, results[0], strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-6)
 
 
 def test_learned_rows_beyond_the_training_length_are_trained():

@@ -31,16 +31,14 @@ def test_real_and_imaginary_heads_have_the_scores_of_the_authors(variant):
     position = build("rope_pp", Shape(6, 8, 24, 512), **options).double()
     for length in golden.lengths:
         expected = golden.of_length(length)
-        q, k, v = (golden.inputs[f"{length}.{one}"].double() for one in "qkv")
-        for one in (q, k, v):
-            one.requires_grad_()
+        q, k, v = (golden.inputs[f"{length}.{key}"].double().requires_grad_() for key in "qkv")
         both_q, turned_k = position.on_queries_keys(q.repeat_interleave(2, 1), k)
-        both_k, both_v = (one.repeat_interleave(2, 1) for one in (turned_k, v))
+        both_k, both_v = (x.repeat_interleave(2, 1) for x in (turned_k, v))
         scores = both_q @ both_k.mT / 8**0.5
         out = attention(both_q, both_k, both_v, backend="eager")
         if "scores" in expected:
-            wanted = expected["scores"]
-            close(lower_triangle(scores)[: len(wanted)], wanted, 2e-5)
+            theirs = expected["scores"]
+            close(lower_triangle(scores)[: len(theirs)], theirs, 2e-5)
         close(out, expected["out"], 2e-5)
         if "grad_q" in expected:
             (out * expected["dout"]).sum().backward()
@@ -53,7 +51,7 @@ def test_a_layer_is_that_of_the_authors(variant):
     """Equal heads have half of the queries and keys, equal cache has twice as many heads."""
     golden = load("rope_pp", variant)
     projections = ("q_proj", "k_proj", "v_proj")
-    q, k, v = (golden.numbers[f"param.{one}.weight"].double() for one in projections)
+    q, k, v = (golden.numbers[f"param.{name}.weight"].double() for name in projections)
     out = golden.numbers["param.o_proj.weight"].double()
     hidden, width = out.shape
     heads = width // 8
@@ -71,16 +69,16 @@ def test_a_layer_is_that_of_the_authors(variant):
     layer.query_key_value.weight = nn.Parameter(fused([q, k, v], model))
     layer.dense.weight = nn.Parameter(out)
     position = build("rope_pp", Shape(heads, 8, hidden, 16)).double()
-    for length in (one for one in golden.numbers if one.endswith("layer_out")):
+    for length in (key for key in golden.numbers if key.endswith("layer_out")):
         expected = golden.of_length(length.split(".")[0])
         x = golden.inputs[f"{length.split('.')[0]}.x"].double().requires_grad_()
-        found = layer(x, AttentionInputs(position, None, OPTIONS))
-        close(found, expected["layer_out"], 2e-5)
+        out_of_layer = layer(x, AttentionInputs(position, None, OPTIONS))
+        close(out_of_layer, expected["layer_out"], 2e-5)
         if "grad_x" not in expected:
             continue
         layer.zero_grad()
         dout = load("rope_pp", "layer").numbers[f"{length.split('.')[0]}.dout"]
-        (found * dout).sum().backward()
+        (out_of_layer * dout).sum().backward()
         close(x.grad, expected["grad_x"], 1e-4)
         gradients = parted(layer.query_key_value.weight.grad, model)
         for name, gradient in zip(projections, gradients, strict=True):

@@ -77,8 +77,8 @@ def test_rotary_turns_as_hugging_face_does(part, start, tolerance):
     q, k = torch.randn(2, 2, 4, 300, 64)
     cos, sin = GPTNeoXRotaryEmbedding(config)(q, torch.arange(start, start + 300)[None])
     expected = apply_rotary_pos_emb(q, k, cos, sin)
-    found = build("rotary", SHAPE, rotary_pct=part).on_queries_keys(q, k, start=start)
-    for ours, theirs in zip(found, expected, strict=True):
+    turned = build("rotary", SHAPE, rotary_pct=part).on_queries_keys(q, k, start=start)
+    for ours, theirs in zip(turned, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
 
 
@@ -118,18 +118,20 @@ def halves(x: Tensor) -> Tensor:
 def test_xpos_is_torchscales_up_to_the_order_of_features(start, tolerance):
     q, k = torch.randn(2, 1, 4, 512, 64)
     ours = build("xpos", SHAPE).on_queries_keys(halves(q), halves(k), start=start)
-    for found, x, downscale in zip(ours, (q, k), (False, True), strict=True):
+    for turned, x, downscale in zip(ours, (q, k), (False, True), strict=True):
         expected = halves(torchscale(x, start, downscale=downscale))
-        torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(turned.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_xpos_says_where_it_would_overflow():
     x = torch.ones(1, 4, 1, 64)
     for dtype, fine, beyond in ((torch.float32, 34000, 65535), (torch.float16, 3000, 4095)):
-        xpos, one = build("xpos", SHAPE), x.to(dtype)
-        assert all(side.isfinite().all() for side in xpos.on_queries_keys(one, one, start=fine))
+        xpos, features = build("xpos", SHAPE), x.to(dtype)
+        assert all(
+            side.isfinite().all() for side in xpos.on_queries_keys(features, features, start=fine)
+        )
         with pytest.raises(UserError, match=r"xpos overflows float\d\d beyond 3\d+ tokens"):
-            xpos.on_queries_keys(one, one, start=beyond)
+            xpos.on_queries_keys(features, features, start=beyond)
     wide = build("xpos", SHAPE, scale_base=4096)
     assert all(side.isfinite().all() for side in wide.on_queries_keys(x, x, start=131071))
 
@@ -144,5 +146,5 @@ def test_xpos_with_one_decay_is_the_score_of_rotary_times_xi_to_the_distance():
     scores = (turned_q @ turned_k.mT / 8).double() * 0.99**distance
     weights = scores.masked_fill(index[:, None] < index, -math.inf).softmax(-1)
     weight = xpos.distance_weight(300)
-    found = attention(*xpos.on_queries_keys(q, k), v, weight=weight, backend="eager")
-    torch.testing.assert_close(found.double(), weights @ v.double(), rtol=0, atol=2e-5)
+    out = attention(*xpos.on_queries_keys(q, k), v, weight=weight, backend="eager")
+    torch.testing.assert_close(out.double(), weights @ v.double(), rtol=0, atol=2e-5)

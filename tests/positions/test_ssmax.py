@@ -20,14 +20,14 @@ def test_weights_are_powers_of_the_number_of_visible_keys():
     ours.scale.data.copy_(s)
     ours.offset.data.copy_(b)
     q, k, v = torch.randn(3, 2, 3, 20, 8, dtype=torch.float64)
-    found = output_of(ours, q, k, v, torch.zeros(2, 20, 24))
+    out = output_of(ours, q, k, v, torch.zeros(2, 20, 24))
     for query in range(20):
         n = query + 1
         z = (q[:, :, query, None] * k[:, :, :n]).sum(-1) / math.sqrt(8)  # [batch, heads, n]
         powers = n ** (s[:, None] * z) * torch.exp(b[:, None] * z)
         weights = powers / powers.sum(-1, keepdim=True)
         expected = (weights[..., None] * v[:, :, :n]).sum(2)
-        torch.testing.assert_close(found[:, :, query], expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(out[:, :, query], expected, rtol=1e-9, atol=1e-9)
 
 
 def test_without_learning_the_factor_is_one_at_the_training_length_and_less_before():
@@ -69,13 +69,13 @@ def test_n_is_the_number_of_keys_that_a_query_attends_to(settings, visible, name
     ids = torch.randint(50, (2, 141))
     logits = gpt(ids)
 
-    fused, found = (tensor.double() for tensor in tensors)
+    fused, out = (tensor.double() for tensor in tensors)
     q, k, v = fused.view(2, 141, 4, 24).transpose(1, 2).split(8, dim=3)
     mask = visible.tril()
     log_n = mask.sum(1).double().log()
     factor = 0.43 * log_n if is_ssmax else (log_n / math.log(48)).clamp(min=1)
     scores = factor[:, None] * (q @ k.mT) / math.sqrt(8)
     attended = scores.masked_fill(~mask, -math.inf).softmax(-1) @ v
-    torch.testing.assert_close(found, attended.transpose(1, 2).flatten(2), rtol=0, atol=1e-5)
+    torch.testing.assert_close(out, attended.transpose(1, 2).flatten(2), rtol=0, atol=1e-5)
     in_parts = in_pieces(gpt, ids, [1, 30, 1, 50, 59])
     torch.testing.assert_close(in_parts, logits, rtol=0, atol=1e-4)
