@@ -46,8 +46,10 @@ def lm_infinite(golden: Golden, length: int) -> Method:
 
 def streaming_llm(golden: Golden, length: int) -> Method:
     recent, sinks = int(golden.param("recent_size")), int(golden.param("start_size"))
-    own = 1 if golden.variant == "trim_after" else 0  # the query's key is not counted in theirs
-    return Method("sinks", {"window": recent + own, "sinks": sinks})
+    query_key = (
+        1 if golden.variant == "trim_after" else 0
+    )  # the query's key is not counted in theirs
+    return Method("sinks", {"window": recent + query_key, "sinks": sinks})
 
 
 def training_length(golden: Golden) -> float | None:
@@ -69,7 +71,7 @@ ALL = [(name, variant) for name, (_, variants) in CASES.items() for variant in v
 
 
 def text_of(golden: Golden, length: str) -> Text:
-    q, k, v = (golden.inputs[f"{length}.{one}"].double() for one in ("q", "k", "v"))
+    q, k, v = (golden.inputs[f"{length}.{key}"].double() for key in ("q", "k", "v"))
     shape = golden.shape(TRAIN_LENGTH)
     position = build("rotary", shape).double()
     scale = None
@@ -103,19 +105,19 @@ def test_a_method_gives_the_numbers_of_its_authors(name, variant):
         out = attention_by_method(method, text)
         close(out, expected["out"], 1e-6)
         if "scores" in expected:
-            found, wanted = scores_of(method, text), expected["scores"]
+            ours, theirs = scores_of(method, text), expected["scores"]
             if "key_index" in expected:
-                found = of_kept_keys(found, expected["key_index"])
+                ours = by_column(ours, expected["key_index"])
             else:
-                found = lower_triangle(found)[: len(wanted)]
-            close(found, wanted, 1e-6)
+                ours = lower_triangle(ours)[: len(theirs)]
+            close(ours, theirs, 1e-6)
         if "grad_q" in expected:
             (out * golden.inputs[f"{length}.dout"]).sum().backward()
             close(text.q.grad, expected["grad_q"], 1e-6)
             close(text.k.grad, expected["grad_k"], 1e-6)
 
 
-def of_kept_keys(scores: Tensor, key_index: Tensor) -> Tensor:
+def by_column(scores: Tensor, key_index: Tensor) -> Tensor:
     """[…, length, keys] -> [batch, heads, length, columns], 0 where a column has no key."""
-    kept = scores.gather(3, key_index.clamp(min=0).expand(*scores.shape[:2], -1, -1))
-    return kept.masked_fill(key_index < 0, 0.0)
+    chosen = scores.gather(3, key_index.clamp(min=0).expand(*scores.shape[:2], -1, -1))
+    return chosen.masked_fill(key_index < 0, 0.0)
