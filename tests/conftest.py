@@ -33,7 +33,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Files that take long, the longest first: one that begins last leaves the other processes idle.
 LONG_FILES = (
-    "test_readme.py",
     "test_docs.py",
     "test_every_encoding.py",
     "test_decoding.py",

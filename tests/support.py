@@ -6,6 +6,7 @@ Tests of the kernels import it where torch, numpy and pytest alone are installed
 import json
 import multiprocessing
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -71,6 +72,12 @@ def unlaunched(root: Path = ROOT) -> dict[str, str]:
     """The environment without what a launcher says in it, with the package of this folder."""
     environment = {key: value for key, value in os.environ.items() if key not in LAUNCHED}
     return environment | {"PYTHONPATH": str(root)}
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The examples of a page in a language: `blocks("docs/data.md", "sh")`."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
 def modules() -> list[str]:

@@ -23,8 +23,8 @@ HEAD = "import sys\nfrom megatron.cli_errors import guarded\n@guarded\ndef main(
 TAIL = "\nsys.exit(main())"
 
 
-def ended(fault: BaseException) -> int:
-    def command() -> int:
+def ended(fault):
+    def command():
         raise fault
 
     return status_of(command)
@@ -37,7 +37,7 @@ def test_a_fault_of_ours_is_one_line_and_a_file_without_values(tmp_path, capsys,
     monkeypatch.chdir(folder)
     monkeypatch.setattr(cli_errors.tempfile, "gettempdir", lambda: str(temporary))
 
-    def command() -> int:
+    def command():
         password = "hunter" + str(3)
         raise RuntimeError(f"it broke{password and ''}\nsecond line")
 
@@ -53,7 +53,7 @@ def test_a_fault_of_ours_is_one_line_and_a_file_without_values(tmp_path, capsys,
     file.unlink()
     write_text = Path.write_text
 
-    def full(path: Path, text: str, **how: str) -> int:
+    def full(path, text, **how):
         if path.parent != temporary:
             write_text(path, text[:10], **how)
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -106,7 +106,7 @@ def test_an_interruption_is_quiet_and_a_status_passes(capsys):
 def test_output_without_a_reader_a_disk_or_a_place(tmp_path):
     """141 after `| head`, 1 for a full disk, and `>&-` changes nothing."""
 
-    def status(body: str, output: object) -> tuple[int, str]:
+    def status(body, output):
         command = [sys.executable, "-c", HEAD + body + TAIL]
         done = subprocess.run(
             command, stdout=output, stderr=subprocess.PIPE, text=True, env=unlaunched(), check=False

@@ -1,5 +1,6 @@
 """Every command of the guides runs, in a clone, one page after the other, with small sizes."""
 
+import json
 import re
 import shlex
 import shutil
@@ -8,11 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import zstandard
+from tokenizers import ByteLevelBPETokenizer
 
 from megatron.config import load
+from megatron.model import from_config
+from megatron.positions import REGISTRY
+from megatron.results.files import read_results
 from megatron.results.papers import published_tables
+from megatron.results.table import table
 from tests.published import KERPLE, MEP, experiments, write_bases
-from tests.support import ROOT
+from tests.support import ROOT, blocks, modules
 from tools.document_commands import make_clone
 
 pytestmark = pytest.mark.docs
@@ -44,6 +51,8 @@ SMALLER: list[tuple[str, list[str]]] = [
     ("evaluate.py --checkpoint runs/alibi", ["--lengths", "512", "1024", *EVALUATED]),
     ("rnope_swa.yml", [*MODEL, *ONE, "num_layers=4"]),
     ("train.py configs/", [*MODEL, *ONE]),
+    ("evaluate.py configs/", [*MODEL, *EVALUATED, "eval_lengths=512,1024"]),
+    ("tools/probe.py --checkpoint demo/", ["--trials", "1", "--depths", "2"]),
     ("--tasks cloze", []),
     ("evaluate.py --checkpoint", ["eval_tokens=65536"]),
     ("--max-new-tokens", ["--max-new-tokens", "20"]),
@@ -58,7 +67,7 @@ With others the script that it would start is run; test_deepy.py is about deepy.
 PAGES = (
     *("tutorial", "questions", "coming_from", "generation", "harness", "evaluation"),
     *("layers", "longer_texts", "watching", "doctor", "explain_config", "published_files"),
-    *("from_huggingface", "papers"),
+    *("from_huggingface", "papers", "../README"),
 )
 FILES = (  # that a page shows
     ("harness", "yaml", "tasks/cloze.yaml"),
@@ -78,26 +87,22 @@ ELSEWHERE = {  # pages whose commands other tests run, and one that holds the pa
 }
 
 
-def blocks(page: str, language: str) -> list[str]:
-    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
-    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
-
-
 def commands(page: str) -> list[str]:
     """Every command of a page, also those in tables and those that a job script gives to srun.
 
     Not those in which a word of capitals stands for something.
     """
-    lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
+    lines = [line for block in blocks(f"docs/{page}.md", "sh") for line in block.splitlines()]
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
     for row in re.findall(r"^\|.*$", text, re.MULTILINE):
         matches = re.findall(r"`(python [^`]+)`", row)
         lines += [line for line in matches if not re.search(r"\b[A-Z]{3,}\b", line)]
-    for block in blocks(page, "bash"):
+    for block in blocks(f"docs/{page}.md", "bash"):
         assert "srun" not in block or "export MASTER_ADDR=" in block  # a run needs it there
         lines += [line for line in block.splitlines() if line.startswith("srun ")]
-    lines = [line.split("   #")[0].strip() for line in lines]
-    return [line for line in lines if line and not line.startswith("#")]
+    lines = [re.split(" {2,}#| {3,}", line)[0].strip() for line in lines]
+    # Those of git and pip need a network.
+    return [line for line in lines if line and not line.startswith(("#", "git ", "export PIP_"))]
 
 
 @pytest.fixture(scope="module")
@@ -119,28 +124,45 @@ def clone(tmp_path_factory, forks) -> Path:
         shutil.copy(next((folder / "runs/alibi/evaluation").glob("*.jsonl")), folder / name)
     torch.manual_seed(1)
     with chdir(folder):
-        exec(blocks("from_huggingface", "python")[0])
+        exec(blocks("docs/from_huggingface.md", "python")[0])
     swept = folder / "runs/sweeps/mep_small"
     swept.mkdir(parents=True)
     shutil.copy(DOCS / "results/cpu-environment.jsonl", swept / "results.jsonl")
+    put_what_readers_have(folder)
     (folder / "tasks").mkdir()
-    (first,) = (block for block in blocks("tutorial", "yaml") if "train_iters" in block)
+    (first,) = (block for block in blocks("docs/tutorial.md", "yaml") if "train_iters" in block)
     (folder / "first.yml").write_text(first)
     rehearsal = (DOCS / "tutorial" / "rehearsal.yml").read_text(encoding="utf-8")
     assert "train_iters: 300\n" in rehearsal
     (folder / "rehearsal.yml").write_text(rehearsal.replace("iters: 300\n", "iters: 20\n"))
-    for name, table in (("kerple_configs", KERPLE), ("mep_configs", MEP)):
+    for name, lines in (("kerple_configs", KERPLE), ("mep_configs", MEP)):
         (folder / name / "exp_configs").mkdir(parents=True)
         (folder / name / "lengths").mkdir()
         write_bases(folder / name)
         for file in (folder / name).glob("length_*.yml"):
             file.rename(folder / name / "lengths" / file.name)
-        for entry in experiments(table):
+        for entry in experiments(lines):
             if entry.seed == 1235 and entry.name.startswith(("kerple_log", "ali_tanh")):
                 (folder / name / "exp_configs" / f"{entry.stem}.yml").write_text(entry.text)
     for page, language, name in FILES:
-        (folder / name).write_text(blocks(page, language)[0])
+        (folder / name).write_text(blocks(f"docs/{page}.md", language)[0])
     return folder
+
+
+def put_what_readers_have(folder: Path) -> None:
+    """The README's texts, GPT-2's vocabulary and the results of make demo."""
+    texts = modules()
+    bpe = ByteLevelBPETokenizer()
+    special = ["<|endoftext|>"]
+    bpe.train_from_iterator(texts, vocab_size=600, show_progress=False, special_tokens=special)
+    bpe.save_model(str(folder / "data"), "gpt2")
+    lines = "".join(json.dumps({"text": text, "meta": {}}) + "\n" for text in texts)
+    (folder / "openwebtext2.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
+    (folder / "demo").mkdir()
+    results = (DOCS / "demo.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    for name in ("mep_free", "rotary"):
+        named = [line for line in results if f'"{name}"' in line]
+        (folder / "demo" / f"{name}.jsonl").write_text("".join(named))
 
 
 def succeed(forks, folder: Path, command: str, more: list[str] | None = None) -> str:
@@ -194,6 +216,9 @@ def test_the_commands_of_a_page_run_in_their_order(page, clone, forks):
     # Rows of the step that another page has measured would be of another model.
     shutil.rmtree(clone / "runs" / "mep" / "evaluation", ignore_errors=True)
     for command in commands(page):
+        if command.startswith("make "):
+            assert f"\n{command.split()[1]}:" in (ROOT / "Makefile").read_text(), command
+            continue
         if "--dry-run" not in command:
             command = command.replace("docs/tutorial/rehearsal.yml", "rehearsal.yml")
         more = next((words for part, words in SMALLER if part in command), [])
@@ -207,10 +232,32 @@ def test_the_rehearsal_of_texts_and_layers_that_are_shared_runs(clone, forks):
         assert "2 rank(s) on cpu" in output
 
 
+def test_the_readmes_encoding_and_mixture_work(clone, forks):
+    for number, block in enumerate(blocks("README.md", "yaml")):
+        (clone / f"block{number}.yml").write_text(block)
+        assert from_config(load([ROOT / "configs/demo.yml", clone / f"block{number}.yml"]), 100)
+    (example,) = blocks("README.md", "python")
+    (clone / "bump.py").write_text(example)
+    words = [*MODEL, *ONE, "num_attention_heads=4", "pos_emb_file=bump.py"]
+    train = "python train.py configs/demo.yml pos_emb=bump save=runs/bump"
+    assert " 4 of them in the encoding" in succeed(forks, clone, train, words)
+    measure = "python evaluate.py --checkpoint runs/bump --lengths 512 1024"
+    assert "bump" in succeed(forks, clone, measure, [*EVALUATED, "pos_emb_file=bump.py"])
+
+
+def test_the_readmes_table_is_the_measured_one():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    _, grid, *_ = table(read_results([DOCS / "demo.jsonl"]), markdown=True).split("\n\n")
+    assert grid in readme
+    assert [name for name in REGISTRY if not re.search(rf"[` ]{name}[` \n]", readme)] == []
+
+
 def test_the_questions_settings_and_its_two_nodes_are_understood(tmp_path):
-    (settings,) = blocks("questions", "yaml")
+    (settings,) = blocks("docs/questions.md", "yaml")
     (tmp_path / "settings.yml").write_text(settings)
-    (words,) = re.findall(r"mep.yml (.* hostfile=hosts)", "".join(blocks("questions", "bash")))
+    (words,) = re.findall(
+        r"mep.yml (.* hostfile=hosts)", "".join(blocks("docs/questions.md", "bash"))
+    )
     load([ROOT / "configs/mep.yml", tmp_path / "settings.yml"], words.split()).check_batch(16)
 
 

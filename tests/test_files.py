@@ -30,15 +30,15 @@ with owned_folder(folder, "save"), atomic_write(folder / "big.bin") as temporary
 """
 
 
-def contents(folder: Path) -> dict[str, str]:
+def contents(folder):
     return {path.name: path.read_text() for path in folder.iterdir()}
 
 
-def names(folder: Path) -> list[str]:
+def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def fail_after_writing(path: Path) -> None:
+def fail_after_writing(path):
     path.write_text("part")
     raise ZeroDivisionError
 

@@ -13,7 +13,7 @@ from tests.support import NEEDED, of_encoding
 pytestmark = pytest.mark.gpu
 
 
-def subject(name: str) -> Subject:
+def subject(name):
     return Subject(name, NEEDED.get(name, {}), head_dim=64, train_length=128)
 
 

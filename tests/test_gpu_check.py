@@ -36,7 +36,7 @@ import step
 """
 
 
-def gpu_test_files() -> set[str]:
+def gpu_test_files():
     files = (ROOT / "tests").rglob("test_*.py")
     marked = [file for file in files if re.search(r"pytest\.mark\.gpu\b", file.read_text())]
     return {str(file.relative_to(ROOT)) for file in marked}
@@ -77,7 +77,7 @@ def test_blocks_have_every_gpu_test_and_seven_five_and_ten_minutes(tmp_path):
         assert f"at most {minute} minutes" in page
 
 
-def python(code: str, name: str, seconds: float = 60):
+def python(code, name, seconds=60):
     return {"name": name, "command": [sys.executable, "-c", code], "seconds": seconds}
 
 

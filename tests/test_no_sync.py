@@ -6,6 +6,7 @@ torch itself says which lines wait.
 
 import sys
 import warnings
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -47,8 +48,8 @@ PACKAGE = ROOT / "megatron"
 class Watching(TorchFunctionMode):
     """Notes where this package reads from a device or writes to it; not what DeepSpeed does."""
 
-    def __init__(self) -> None:
-        self.found: list[str] = []
+    def __init__(self, places):
+        self.places = places
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -56,11 +57,11 @@ class Watching(TorchFunctionMode):
         if func in READS or copies:
             place = self._place()
             if place is not None:
-                self.found.append(f"{place}: {func.__name__}")
+                self.places.append(f"{place}: {func.__name__}")
         return func(*args, **kwargs)
 
     @staticmethod
-    def _place() -> str | None:
+    def _place():
         """Our line that calls, or None where another package does."""
         frame = sys._getframe(2)
         while "/torch/" in frame.f_code.co_filename:
@@ -69,38 +70,29 @@ class Watching(TorchFunctionMode):
         return f"{path.name}:{frame.f_lineno}" if path.is_relative_to(PACKAGE) else None
 
 
-class Warned:
+@contextmanager
+def warned(places):
     """The same on a GPU, where torch itself says which lines wait."""
-
-    def __init__(self) -> None:
-        self.found: list[str] = []
-
-    def __enter__(self) -> None:
-        self.warnings = warnings.catch_warnings(record=True)
-        self.caught = self.warnings.__enter__()
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-
-    def __exit__(self, *_: object) -> None:
-        torch.cuda.set_sync_debug_mode("default")
-        self.warnings.__exit__(None, None, None)
-        ours = [
-            warning for warning in self.caught if Path(warning.filename).is_relative_to(PACKAGE)
-        ]
-        self.found = [
-            f"{Path(warning.filename).name}:{warning.lineno}: {warning.message}" for warning in ours
-        ]
+        yield
+    torch.cuda.set_sync_debug_mode("default")
+    for warning in caught:
+        if Path(warning.filename).is_relative_to(PACKAGE):
+            places.append(f"{warning.filename}:{warning.lineno}: {warning.message}")
 
 
-def between_logs(monkeypatch, watching: Watching | Warned) -> None:
+def between_logs(monkeypatch, watching):
     """Watch from the end of step 2 to the end of step 5."""
+    stack = ExitStack()
 
     def step(trainer, micro_batches):
         result = train_step(trainer, micro_batches)
         if trainer.step == 2:
-            watching.__enter__()
+            stack.enter_context(watching)
         if trainer.step == 5:
-            watching.__exit__(None, None, None)
+            stack.close()
         return result
 
     monkeypatch.setattr(loop, "train_step", step)
@@ -108,21 +100,21 @@ def between_logs(monkeypatch, watching: Watching | Warned) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "kind", [Watching, pytest.param(Warned, marks=pytest.mark.gpu)], ids=["calls", "gpu"]
+    "kind", [Watching, pytest.param(warned, marks=pytest.mark.gpu)], ids=["calls", "gpu"]
 )
 def test_no_step_between_two_log_lines_waits_for_the_device(
     grid, corpus, tmp_path, monkeypatch, kind, precision
 ):
-    watching = kind()
-    between_logs(monkeypatch, watching)
+    places = []
+    between_logs(monkeypatch, kind(places))
     more = ["train_iters=6", "save_interval=0", "log_interval=6", f"precision={precision}"]
     train(settings(corpus, tmp_path, *more), grid)
-    assert watching.found == []
+    assert places == []
 
 
 def test_a_value_that_is_read_is_noticed(grid, corpus, tmp_path, monkeypatch):
-    watching = Watching()
-    between_logs(monkeypatch, watching)
+    places = []
+    between_logs(monkeypatch, Watching(places))
     more = ["train_iters=6", "save_interval=0", "log_interval=1"]
     train(settings(corpus, tmp_path, *more), grid)
-    assert any("loop.py" in place for place in watching.found)
+    assert any("loop.py" in place for place in places)

@@ -45,7 +45,7 @@ TRITON_PROGRAMS = "megatron/attention/triton_programs.py"  # imported only where
 ORDINARY_WORDS = {"none", "learned", "window"}
 
 
-def sources(*patterns: str) -> list[str]:
+def sources(*patterns):
     return sorted(
         str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern)
     )
@@ -56,12 +56,12 @@ PRODUCT = sources("*.py", "tools/**/*.py") + PACKAGE
 
 
 @cache
-def tree(file: str) -> ast.Module:
+def tree(file):
     return ast.parse((ROOT / file).read_text(encoding="utf-8"))
 
 
 @cache
-def imports(file: str) -> frozenset[str]:
+def imports(file):
     """Dotted names of everything that a file imports, inside functions too."""
     names = set()
     for node in ast.walk(tree(file)):
@@ -74,7 +74,7 @@ def imports(file: str) -> frozenset[str]:
     return frozenset(names)
 
 
-def part(name: str) -> str:
+def part(name):
     """positions, config, ... of a dotted module name or a file."""
     words = name.removesuffix(".py").replace("/", ".").split(".")
     if words[0] != "megatron":
@@ -82,7 +82,7 @@ def part(name: str) -> str:
     return words[1] if len(words) > 1 and words[1] != "__init__" else "errors"
 
 
-def level(name: str) -> int:
+def level(name):
     places = [height for height, parts in enumerate(LEVELS) if part(name) in parts]
     file = Path(__file__).name
     assert places, f"{name}: megatron/{part(name)} has no place in LEVELS of {file}; give it one"
@@ -122,7 +122,7 @@ def test_only_parallel_and_training_speak_of_processes():
         assert not named, f"{file} imports {named}"
 
 
-def compared_texts(node: ast.AST) -> set[str]:
+def compared_texts(node):
     """The texts that a comparison, a match case or a prefix test holds something against."""
     if isinstance(node, ast.Compare):
         sides = [node.left, *node.comparators]
@@ -155,7 +155,7 @@ def test_no_encoding_is_branched_on_outside_the_registry():
             assert not hits, f"{place}: a method of Position is missing"
 
 
-def requirements(*files: str) -> list[Requirement]:
+def requirements(*files):
     texts_of_lines = [
         line.split(" #")[0].strip()
         for file in files

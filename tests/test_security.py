@@ -39,7 +39,7 @@ def test_no_command_prints_or_writes_a_secret(corpus, tmp_path, monkeypatch):
 def test_ranks_of_one_machine_use_its_loopback_interface_and_no_others(monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))
 
-    def chosen(address: str, ranks: int, **environment: str) -> set[str | None]:
+    def chosen(address, ranks, **environment):
         for name in ("SLURM_NNODES", *grid.LOCAL_RANKS, *grid.INTERFACES):
             os.environ.pop(name, None)
         os.environ.update(environment, WORLD_SIZE=str(ranks), MASTER_ADDR=address)

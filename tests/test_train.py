@@ -1,7 +1,6 @@
 """train.py as a user starts it: every launcher, traps of a machine."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -24,13 +23,13 @@ RECIPE = [
 TINY = [*SHAPE, *RECIPE, "tokenizer_type=CharLevelTokenizer"]
 
 
-def losses(folder: Path, kind: str = "train") -> list[float]:
+def losses(folder, kind="train"):
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [record["loss"] for record in records if record["kind"] == kind]
 
 
 @pytest.fixture(scope="module")
-def alone(forks, corpus, tmp_path_factory) -> Path:
+def alone(forks, corpus, tmp_path_factory):
     """A run of plain `python train.py` with batches of four."""
     folder = tmp_path_factory.mktemp("alone")
     batch = "train_micro_batch_size_per_gpu=4"

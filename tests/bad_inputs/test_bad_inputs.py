@@ -31,7 +31,7 @@ WORDS = {
 
 
 @pytest.fixture(scope="session")
-def trained(forks, corpus, tmp_path_factory) -> Path:
+def trained(forks, corpus, tmp_path_factory):
     """The folder of a run of four steps; cases work on copies of it."""
     folder = tmp_path_factory.mktemp("bad_inputs") / "trained"
     words = f"{MODEL} train_iters=4 eval_interval=0 data_path={corpus} save={folder}"
@@ -41,7 +41,7 @@ def trained(forks, corpus, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """The empty folder in which commands run."""
     folder = tmp_path / "here"
     folder.mkdir()
@@ -49,7 +49,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-def contents(folder: Path) -> dict[str, bytes | None]:
+def contents(folder):
     """Every file of a folder with its bytes; links, pipes and folders as names alone."""
     contents: dict[str, bytes | None] = {}
     for path in folder.rglob("*"):
@@ -58,7 +58,7 @@ def contents(folder: Path) -> dict[str, bytes | None]:
     return contents
 
 
-def check(command: str, message: str, places: dict[str, str]) -> None:
+def check(command, message, places):
     """Run a command, which must end in this message and leave the current folder as it is."""
     before = contents(Path.cwd())
     for name, value in places.items():

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -37,12 +36,12 @@ class Flat(DistanceBias):
 
 
 @pytest.fixture
-def mine(tmp_path) -> Path:
+def mine(tmp_path):
     return write(tmp_path / "mine.py", CODE)
 
 
 @pytest.fixture
-def checkpoint(mine, tmp_path) -> Path:
+def checkpoint(mine, tmp_path):
     """What training leaves of a configuration, for a process that has loaded nothing yet."""
     folder = tmp_path / "run/global_step1"
     config = loaded(f"pos_emb_file={mine}", "pos_emb=flat")
@@ -53,7 +52,7 @@ def checkpoint(mine, tmp_path) -> Path:
     return folder
 
 
-def forget(mine: Path) -> None:
+def forget(mine):
     REGISTRY.pop("flat")
     ALIASES.pop("level")
     FILES.clear()

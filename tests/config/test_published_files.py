@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import deepy
-from megatron.config import Config, load
+from megatron.config import load
 from megatron.errors import UserError
 from megatron.positions import REGISTRY, options_of
 from tests.config.small import loaded
-from tests.published import KERPLE, MEP, Experiment, experiments, files_of, one_of_each, write_bases
+from tests.published import KERPLE, MEP, experiments, files_of, one_of_each, write_bases
 from tools.migrate_config import mixture_named
 
 ALL = [*experiments(MEP), *experiments(KERPLE)]
@@ -60,7 +60,7 @@ def bases(tmp_path_factory):
     return folder
 
 
-def checked(experiment: Experiment, bases) -> Config:
+def checked(experiment, bases):
     for position, steps, length in (("evaluate", 0, 4096), ("train", 50000, 2048)):
         config = load(files_of(experiment, bases, position))
         assert config.position.pos_emb in REGISTRY

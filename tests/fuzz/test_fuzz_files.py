@@ -41,7 +41,7 @@ def test_an_index_of_any_fields(tmp_path, numbers, sizes, offsets, ids, sidecar)
     works_or_says_why(lambda: verify(prefix))
 
 
-def tar() -> bytes:
+def tar():
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as archive:
         for name in ("../a.jsonl", "b.txt", "c" * 120):

@@ -39,18 +39,18 @@ CHANGES = st.fixed_dictionaries(
 NAMES = st.sampled_from([*sorted(HEADER), "another", "__metadata__"])
 
 
-def place(folder, content: bytes) -> None:
+def place(folder, content):
     """A checkpoint with these weights and no hashes, as earlier versions wrote them."""
     (folder / "model.safetensors").write_bytes(content)
     (folder / "checkpoint.json").write_text(json.dumps(RECORD))
 
 
-def loaded(folder, content: bytes) -> None:
+def loaded(folder, content):
     place(folder, content)
     works_or_says_why(lambda: load_model(folder, CONFIG, RECORD))
 
 
-def packed(header: bytes, content: bytes = CONTENT) -> bytes:
+def packed(header, content=CONTENT):
     return struct.pack("<Q", len(header)) + header + content
 
 

@@ -8,16 +8,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from megatron.errors import UserError
 from megatron.parallel.grid import free_port
-from megatron.sweeps.cells import Cell, load_sweep, state_of
+from megatron.sweeps.cells import load_sweep, state_of
 from megatron.sweeps.engines import check_answers
 from tests.support import ROOT, call, unlaunched
 from tests.sweeps.conftest import SWEEP
@@ -47,7 +45,7 @@ PartitionName=all Nodes=a,b Default=YES MaxTime=INFINITE
 
 
 @pytest.fixture(scope="module")
-def ray() -> Iterator[None]:
+def ray():
     """Two nodes with a core each, and a head without one."""
     pytest.importorskip("ray", reason="Ray is not installed")
     from ray.cluster_utils import Cluster
@@ -65,7 +63,7 @@ def ray() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory) -> Iterator[None]:
+def slurm(tmp_path_factory):
     """Two nodes with a core each."""
     pytest.importorskip("submitit", reason="submitit is not installed")
     if os.getuid() or not all(map(shutil.which, ("slurmctld", "slurmd", "munged"))):
@@ -94,19 +92,17 @@ def slurm(tmp_path_factory) -> Iterator[None]:
 
 
 @pytest.fixture(params=["ray", "slurm"])
-def launcher(request) -> str:
+def launcher(request):
     request.getfixturevalue(request.param)
     return request.param
 
 
 @pytest.fixture
-def start(tmp_path, corpus) -> Iterator[Callable]:
+def start(tmp_path, corpus):
     """Starts a sweep of two cells on a launcher, and waits until all have a checkpoint."""
     started: list[subprocess.Popen] = []
 
-    def function(
-        launcher: str, steps: int, *options: str, only: tuple[str, ...] = ("data=good",)
-    ) -> tuple[subprocess.Popen, tuple[Cell, ...]]:
+    def function(launcher, steps, *options, only=("data=good",)):
         file = tmp_path / "tiny.yml"
         text = SWEEP.format(corpus=corpus, steps=steps).replace("seed: [1]", "seed: [1, 2]")
         file.write_text(text.replace("save_interval: 15", "save_interval: 100"))
@@ -131,7 +127,7 @@ def start(tmp_path, corpus) -> Iterator[Callable]:
         process.kill()
 
 
-def wait(condition: Callable[[], object], seconds: float = 300) -> Any:
+def wait(condition, seconds=300):
     end = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < end, "in vain"
@@ -139,7 +135,7 @@ def wait(condition: Callable[[], object], seconds: float = 300) -> Any:
     return value
 
 
-def training(cell: Cell) -> psutil.Process | None:
+def training(cell):
     """The process that trains a cell."""
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []

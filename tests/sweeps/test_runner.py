@@ -80,7 +80,7 @@ def test_a_sweep_killed_at_random_moments_has_the_results_of_an_undisturbed_one(
     assert losses(folder) == losses(whole[0])
 
 
-def written(folder: Path, pattern: str) -> set[tuple[str, int]]:
+def written(folder, pattern):
     """Names and ages of files."""
     ages = set()
     for path in folder.glob(pattern):
@@ -89,7 +89,7 @@ def written(folder: Path, pattern: str) -> set[tuple[str, int]]:
     return ages
 
 
-def losses(folder: Path) -> list[tuple[int, float]]:
+def losses(folder):
     records = map(json.loads, (folder / "good-1/metrics.jsonl").read_text().splitlines())
     return [(record["step"], record["loss"]) for record in records if record["kind"] == "train"]
 
@@ -132,7 +132,7 @@ def test_a_signal_to_a_sweep_or_its_terminal_ends_its_trainings(corpus, forks, t
         assert 0 < state.step < 100000, "with a checkpoint"
 
 
-def trainable(folder: Path) -> bool:
+def trainable(folder):
     """Whether no training owns a folder."""
     try:
         with owned_folder(folder, "save"):

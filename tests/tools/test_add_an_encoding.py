@@ -2,17 +2,15 @@
 
 import json
 import re
-import runpy
-import sys
 from functools import partial
 
 import pytest
 import torch
 
-from megatron.positions import FILES, REGISTRY, Position, Shape, build, load_file
-from tests.support import ROOT
+from megatron.positions import REGISTRY, Position, Shape, build, load_file
+from tests.support import ROOT, blocks
 
-GUIDE = (ROOT / "docs" / "add_an_encoding.md").read_text(encoding="utf-8")
+PAGE = "docs/add_an_encoding.md"
 SMALL = [
     "num_layers=1",
     "hidden_size=24",
@@ -32,13 +30,9 @@ SMALLER = {
 }
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", GUIDE, flags=re.DOTALL)
-
-
-def file_of(name: str) -> str:
+def file_of(name):
     """The example that registers this encoding."""
-    (text,) = [text for text in blocks("python") if f'@register("{name}")' in text]
+    (text,) = [text for text in blocks(PAGE, "python") if f'@register("{name}")' in text]
     return text
 
 
@@ -49,43 +43,21 @@ def folder(tmp_path_factory):
     (path / "my_encoding.py").write_text(file_of("soft_window"))
     (path / "p_rope.py").write_text(file_of("p_rope"))
     (path / "gates.py").write_text(file_of("gates"))
-    (path / "mine.yml").write_text(blocks("yaml")[0])
+    (path / "mine.yml").write_text(blocks(PAGE, "yaml")[0])
     for name in ("train.py", "evaluate.py", "tools", "configs"):
         (path / name).symlink_to(ROOT / name)
     return path
 
 
-def succeed(run, words) -> str:
+def succeed(run, words):
     done = run(*words)
     assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
 
 
-@pytest.fixture
-def tool(folder, monkeypatch, capsys, own_registry):
-    """Run a tool of the guide in this process, as the user's command would: its output."""
-    tables = (REGISTRY, FILES)
-    fresh = [dict(table) for table in tables]
-
-    def output(words) -> str:
-        for table, entries in zip(tables, fresh, strict=True):
-            table.clear()
-            table.update(entries)
-        monkeypatch.chdir(folder)
-        monkeypatch.setattr(sys, "argv", words)
-        with pytest.raises(SystemExit) as end:
-            runpy.run_path(words[0], run_name="__main__")
-        printed = capsys.readouterr()
-        assert not end.value.code, f"{words}\n{printed.out}\n{printed.err}"
-        return printed.out + printed.err
-
-    return output
-
-
 def test_every_hook_is_in_the_table():
-    rows = re.findall(
-        r"^\| `(\w+)\(.*?\)` \| (.*?) \| .*? \| `(\w+)` \|$", GUIDE, flags=re.MULTILINE
-    )
+    text = (ROOT / PAGE).read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)\(.*?\)` \| (.*?) \| .*? \| `(\w+)` \|$", text, re.MULTILINE)
     hooks = {hook: name for hook, _, name in rows}
     ours = {name for name, value in vars(Position).items() if callable(value)}
     helpers = {"has", "distances", "indices", "table", "log_n_scale", "reference", "__init__"}
@@ -97,17 +69,17 @@ def test_every_hook_is_in_the_table():
         assert overridden, f"{name} does not have {hook}"
 
 
-def test_the_commands_run_in_their_order_without_any_other_edit(folder, forks, tool, corpus):
+def test_the_commands_run_in_their_order_without_any_other_edit(folder, forks, corpus):
     run = partial(forks.run, cwd=folder)
     outputs = []
-    for command in blocks("sh")[0].splitlines():
+    for command in blocks(PAGE, "sh")[0].splitlines():
         python, *words = command.split()
         assert python == "python"
         script = words[0].rpartition("/")[2]
         words += SMALLER.get(script, [])
         if script == "train.py":
             words.append(f"data_path={corpus}")
-        outputs.append(tool(words) if words[0].startswith("tools/") else succeed(run, words))
+        outputs.append(succeed(run, words))
     checked, plotted, trained, evaluated, learned, documented = outputs
     assert "0 fail: the encoding keeps what it must" in checked
     assert (folder / "plots/soft_window.png").exists()

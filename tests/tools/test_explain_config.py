@@ -6,14 +6,14 @@ import pytest
 
 from megatron.config import load
 from megatron.config.schema import all_keys
-from tests.support import ROOT
+from tests.support import ROOT, blocks
 from tools.explain_config import main, training_flops, training_tokens
 
 SHAPE = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=64"]
 BASE = str(ROOT / "configs" / "125M.yml")
 
 
-def explained(capsys, *words: str) -> str:
+def explained(capsys, *words):
     assert main(list(words)) == 0
     return capsys.readouterr().out
 
@@ -56,9 +56,9 @@ def test_the_papers_run_by_hand_and_what_the_page_shows(capsys, monkeypatch):
 
     monkeypatch.chdir(ROOT)
     text = (ROOT / "docs/explain_config.md").read_text(encoding="utf-8")
-    block = re.findall(r"```sh\n(.*?)```", text, flags=re.DOTALL)[0]
+    block = blocks("docs/explain_config.md", "sh")[0]
     printed = "".join(explained(capsys, *line.split()[2:]) for line in block.splitlines())
-    for shown in re.findall(r"```text\n(.*?)```", text, flags=re.DOTALL):
+    for shown in blocks("docs/explain_config.md", "text"):
         assert shown in printed
     for advised in re.findall(r"(\d+) hours of one H100", " ".join(text.split())):
         assert int(advised) == round(6 * 3 * 5 * hours * 0.4 / 0.35)  # encodings, corpora, seeds

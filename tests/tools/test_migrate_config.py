@@ -3,7 +3,6 @@
 import pytest
 
 from megatron.config import load
-from megatron.config.config import Config
 from tests.published import MEP, Experiment, experiments, files_of, write_bases
 from tools.migrate_config import main
 
@@ -18,7 +17,7 @@ def published(tmp_path, monkeypatch):
     return tmp_path
 
 
-def of(config: Config) -> dict:
+def of(config):
     return {key: value for key, value in config.flat().items() if not key.startswith("pos_emb")}
 
 

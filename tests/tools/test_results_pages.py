@@ -5,7 +5,6 @@ import re
 import statistics
 from collections import defaultdict
 from itertools import product
-from pathlib import Path
 
 import pytest
 
@@ -18,10 +17,10 @@ COMMAND = re.compile(
 )
 
 
-def rewritten(page: Path, output: Path, capsys: pytest.CaptureFixture[str]) -> str:
+def rewritten(page, output, capsys):
     """The page with the output of each section's last command, up to the next section."""
 
-    def with_output(match: re.Match[str]) -> str:
+    def with_output(match):
         tool, line = match.groups()
         words = [path for word in line.split() for path in sorted(glob.glob(word)) or [word]]
         if tool in ("claims", "compare"):
@@ -57,7 +56,7 @@ BY_RECIPE = {
 """Sections of recipe.md: their rows, what is shown of them, and at which length."""
 
 
-def by_recipe(corpus: str, key: str, length: int) -> str:
+def by_recipe(corpus, key, length):
     """Mean ± standard deviation over seeds, with a line for each recipe."""
     cells = defaultdict(list)
     for row in read_results([ROOT / f"docs/results/recipe/{corpus}.jsonl"]):

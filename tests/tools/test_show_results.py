@@ -46,11 +46,11 @@ def test_the_table_of_continued_training_has_the_numbers_of_its_file():
     assert measured == written
 
 
-def is_row(line: str) -> bool:
+def is_row(line):
     """Whether this is a row of a table with several seeds."""
     return line.startswith("|") and " ± " in line
 
 
-def numbers_of(row: str) -> list[str]:
+def numbers_of(row):
     """The cells of a row but for the first."""
     return row.split("|")[2:]
