@@ -26,7 +26,8 @@ from megatron.cli_errors import command_parser, guarded
 from megatron.config.yaml_files import read_overrides
 from megatron.errors import UserError
 from megatron.evaluation.options import number
-from megatron.positions import REGISTRY, DistanceBias, Position, Shape, build, load_file, options_of
+from megatron.positions import REGISTRY, DistanceBias, Position, Shape, build, load_file
+from megatron.report.catalogue import example
 from megatron.report.curves import write
 from megatron.report.encoding_figures import (
     NO_PICTURE,
@@ -46,8 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     names = "encodings; default: every bias by distance"
     add("names", nargs="*", metavar="NAME", help=names)
-    own = "a Python file of yours that registers encodings"
-    add("--from", dest="file", type="path", metavar="FILE", help=own)
+    file = "a Python file of yours that registers encodings"
+    add("--from", dest="file", type="path", metavar="FILE", help=file)
     option = "an option of the encoding, as in pos_emb_args; may be repeated"
     add("--option", action="append", default=[], metavar="KEY=VALUE", help=option)
     size = number(1, 1024)
@@ -58,91 +59,87 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--length", type=number(2, 2**20), default=16384, metavar="L", help="distances to draw")
     checkpoints = "folders of runs or of single checkpoints"
     add("--checkpoint", type="path", nargs="+", default=[], metavar="DIR", help=checkpoints)
-    figures = ["shape", "derivative", "effective_length", "training"]
-    add("--figure", choices=figures, default="shape", help="default: shape")
+    choices = ["shape", "derivative", "effective_length", "training"]
+    add("--figure", choices=choices, default="shape", help="default: shape")
     step = "which checkpoint of the run; default: the latest"
     add("--step", type=int, metavar="N", help=step)
     folder = "default: plots, or plots in the run's folder"
     add("-o", "--output", type=Path, metavar="DIR", help=folder)
-    given = parser.parse_args(argv)
-    if given.checkpoint and given.names:
+    options = parser.parse_args(argv)
+    if options.checkpoint and options.names:
         parser.error("a checkpoint knows its encoding: give names or --checkpoint, not both")
-    if given.output and given.output.suffix in PICTURES:
+    if options.output and options.output.suffix in PICTURES:
         parser.error("--output: names the folder of the pictures - give it without a suffix")
-    if given.output and len(given.checkpoint) > 1 and given.figure != "effective_length":
+    is_compared = options.figure == "effective_length"
+    if options.output and len(options.checkpoint) > 1 and not is_compared:
         raise UserError("--output: would hold several runs - give one --checkpoint, or no --output")
-    if given.figure == "training" and not given.checkpoint:
+    if options.figure == "training" and not options.checkpoint:
         raise UserError("--figure training: is of a run - give its folder as --checkpoint")
-    suffix = "" if given.figure == "shape" else f"-{given.figure}"
-    panels_of = derivative_panels if given.figure == "derivative" else panels
+    suffix = "" if options.figure == "shape" else f"-{options.figure}"
+    panels_of = derivative_panels if options.figure == "derivative" else panels
 
     logging.basicConfig(level=logging.ERROR)
-    if given.file:
-        load_file(given.file)
+    if options.file:
+        load_file(options.file)
+    folder = options.output or Path("plots")
     compared: dict[str, Position] = {}  # in the figure of effective lengths
-    for run in given.checkpoint:  # what it has learned
-        model, config, meta = load_for_evaluation(run, given.step)
-        checkpoint = Path(meta["path"])
-        folder = given.output or checkpoint.parent / "plots" / checkpoint.name
-        seed = "" if imported_class(meta) else f", seed {config.training.seed}"
-        title = f"{config.label}{seed}, step {meta['step']}"
-        if given.figure == "effective_length":
-            for one in model.placed:
-                compared[f"{run} {one.label}".rstrip()] = one.position
+    figures: dict[Path, Figure] = {}
+    for run in options.checkpoint:  # what it has learned
+        model, config, meta = load_for_evaluation(run, options.step)
+        if is_compared:
+            compared |= {f"{run} {part.label}".rstrip(): part.position for part in model.placed}
             continue
-        if given.figure == "training":
+        checkpoint = Path(meta["path"])
+        if options.figure == "training":
             log = Path(config.logging.log_dir or checkpoint.parent) / "metrics.jsonl"
             try:
                 records = [record for record in training_log(log) if "position" in record]
             except (OSError, ValueError) as fault:
-                raise UserError(
-                    f"{log}: cannot be read: {fault} - give a run of train.py"
-                ) from None
+                message = f"{log}: cannot be read: {fault} - give a run of train.py"
+                raise UserError(message) from None
             if len(model.positions) > 1 or not records:
                 raise UserError(
                     f"{log}: has no learned numbers of one encoding for all layers - give the run"
                     " of an encoding that learns, such as kerple_log"
                 )
             panels_of = partial(training_panels, records)
-        figures = figures_of_model(model, title, given.length, panels_of)
-        for name, figure in figures.items():
-            save(figure, folder / f"{name}{suffix}")
-        if not figures:
+        seed = "" if imported_class(meta) else f", seed {config.training.seed}"
+        title = f"{config.label}{seed}, step {meta['step']}"
+        drawn = figures_of_model(model, title, options.length, panels_of)
+        if not drawn:
             print(f"{title}: {NO_PICTURE}")
+        folder_of_run = options.output or checkpoint.parent / "plots" / checkpoint.name
+        figures |= {folder_of_run / f"{name}{suffix}": figure for name, figure in drawn.items()}
 
     # First values of seed 0.
     faults: list[str] = []
-    options = read_overrides(given.option, faults.append)
+    settings = read_overrides(options.option, faults.append)
     if faults:
         raise UserError(f"--option: {faults[0]}; write --option key=value")
-    shape = Shape(given.heads, given.head_dim, given.heads * given.head_dim, given.train_length)
-    names = given.names
-    for name, encoding in sorted(REGISTRY.items()) if not names and not given.checkpoint else ():
-        complete = all(option.default is not option.empty for option in options_of(name).values())
-        if complete and issubclass(encoding, DistanceBias):
-            names = [*names, name]
+    hidden = options.heads * options.head_dim
+    shape = Shape(options.heads, options.head_dim, hidden, options.train_length)
+    names = options.names
+    if not names and not options.checkpoint:
+        biases = [name for name in REGISTRY if issubclass(REGISTRY[name], DistanceBias)]
+        names = sorted(name for name in biases if example(name) is not None)
     for name in names:
         torch.manual_seed(0)
-        position = build(name, shape, **options).eval()
-        title = ", ".join([name, *(f"{key}: {value}" for key, value in options.items())])
-        if given.figure == "effective_length":
+        position = build(name, shape, **settings).eval()
+        title = ", ".join([name, *(f"{key}: {value}" for key, value in settings.items())])
+        if is_compared:
             compared[title] = position
-        elif found := panels_of(position, given.length):
-            save(draw(found, title), (given.output or Path("plots")) / f"{name}{suffix}")
+        elif drawn := panels_of(position, options.length):
+            figures[folder / f"{name}{suffix}"] = draw(drawn, title)
         else:
             print(f"{name}: {NO_PICTURE}")
     if compared:
-        figure = draw([effective_panel(compared, given.length)], "")
-        save(figure, (given.output or Path("plots")) / "effective_length")
+        figures[folder / "effective_length"] = draw([effective_panel(compared, options.length)], "")
+    for path, figure in figures.items():
+        paths = [path.with_name(f"{path.name}.{kind}") for kind in ("png", "svg")]
+        for picture in paths:
+            write(figure, picture)
+        print(*paths)
     return 0
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG and as SVG, and print the files."""
-    paths = [path.with_name(f"{path.name}.{suffix}") for suffix in ("png", "svg")]
-    for one in paths:
-        write(figure, one)
-    print(*paths)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ python tools/report.py RESULTS.jsonl … [PROBES.jsonl …] -o report.html [--pl
 python tools/report.py RESULTS.jsonl … --from my_encoding.py      draws an encoding of your own too
 """
 
-import argparse
 import logging
 import sys
 from collections.abc import Sequence
@@ -18,49 +17,30 @@ from megatron.report.page import check_page, page_of, write_page
 
 @guarded
 def main(argv: Sequence[str] | None = None) -> int:
-    given = parsed(argv)
+    parser = command_parser(__doc__)
+    add = parser.add_argument
+    results = "rows of evaluate.py, a sweep or tools/probe.py"
+    add("results", type=Path, nargs="+", metavar="FILE", help=results)
+    add("-o", "--output", type=Path, default=Path("report.html"), metavar="PAGE")
+    plots = "folder for the figures as PNG, SVG and PDF"
+    add("--plots", type=Path, metavar="FOLDER", help=plots)
+    against = "reference of the comparisons; default: the lowest at the longest length"
+    add("--against", metavar="NAME", help=against)
+    file = "a Python file of yours that registers encodings of these checkpoints"
+    add("--from", dest="files", type="path", action="append", default=[], metavar="FILE", help=file)
+    add("--title", default="Results beyond the training length")
+    options = parser.parse_args(argv)
     logging.basicConfig(level=logging.ERROR)
-    check_page(given.output)
-    for file in given.files:
+    check_page(options.output)
+    for file in options.files:
         load_file(file)
-    page = page_of(given.results, against=given.against)
-    write_page(page, given.output, title=given.title, plots=given.plots)
+    page = page_of(options.results, against=options.against)
+    write_page(page, options.output, title=options.title, plots=options.plots)
     counts = f"{len(page.rows)} rows, {len(page.probes)} of probes, {len(page.figures)} figures"
-    print(f"{given.output}: {counts}")
+    print(f"{options.output}: {counts}")
     if page.faults:
         raise UserError("\n".join(["encodings that are not drawn:", *page.faults]))
     return 0
-
-
-def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_parser(__doc__)
-    parser.add_argument(
-        "results",
-        type=Path,
-        nargs="+",
-        metavar="FILE",
-        help="rows of evaluate.py, a sweep or tools/probe.py",
-    )
-    parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), metavar="PAGE")
-    parser.add_argument(
-        "--plots", type=Path, metavar="FOLDER", help="folder for the figures as PNG, SVG and PDF"
-    )
-    parser.add_argument(
-        "--against",
-        metavar="NAME",
-        help="reference of the comparisons; default: the lowest at the longest length",
-    )
-    parser.add_argument(
-        "--from",
-        dest="files",
-        type="path",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="a Python file of yours that registers encodings of these checkpoints",
-    )
-    parser.add_argument("--title", default="Results beyond the training length")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":
