@@ -107,8 +107,6 @@ def export(run: str | Path, folder: str | Path, *, step: int | None = None) -> E
     ends = {"bos_token_id": trained.tokenizer.get("bos", end), "eos_token_id": end}
     try:
         with folder_beside(folder) as temporary:
-            if isinstance(tokenizer, SentencePieces):
-                (temporary / PIECES).write_bytes(tokenizer.content)
             files: dict[str, str] = {}
             if isinstance(tokenizer, Subwords | SentencePieces):
                 try:
@@ -255,10 +253,12 @@ def tokenizer_files(
 ) -> dict[str, str]:
     """tokenizer.json and tokenizer_config.json, which give a text the ids that ours gives it.
 
-    begin: the token before each text, if the model reads one there; folder: has a tokenizer.model
+    begin: the token before each text, if the model reads one there
+    folder: the new one, which gets a SentencePiece model as it is
     UserError if there is no such tokenizer.json.
     """
     if isinstance(tokenizer, SentencePieces):
+        (folder / PIECES).write_bytes(tokenizer.content)
         content = json.loads(converted(tokenizer, begin, folder).to_str())
     else:
         content = json.loads(tokenizer.to_json())

@@ -263,7 +263,8 @@ class Position(Float32Module):
         draws = [
             part.draws_positions for part in encodings if type(part).prepare is not Position.prepare
         ]
-        self._refuse(
+        refuse(
+            self,
             {
                 "on_scores needs all scores at once": self.has("on_scores"),
                 "on_queries_keys_by_content reads the tokens before": self.has(
@@ -291,17 +292,12 @@ class Position(Float32Module):
         reasons[
             "its on_queries_keys does not say that it does the same to all (heads_alike)"
         ] = not alike
-        self._refuse(
+        refuse(
+            self,
             reasons,
             "model_parallel_size: {} cannot be computed for some of the heads, because {}; set it"
             " to 1 (ZeRO stage 3 divides the model too)",
         )
-
-    def _refuse(self, reasons: Mapping[str, Any], message: str) -> None:
-        """Raises UserError with the first reason that applies."""
-        for reason, applies in reasons.items():
-            if applies:
-                raise UserError(message.format(type(self).__name__, reason))
 
     def use_paper_precision(self, on: bool) -> None:
         """Compute positions, distances and biases in bfloat16, as the forks' code does, or not.
@@ -397,6 +393,13 @@ class Position(Float32Module):
             if isinstance(module, Position):
                 for ours, theirs in module.reference_names.items():
                     yield theirs, getattr(module, ours)
+
+
+def refuse(position: Position, reasons: Mapping[str, Any], message: str) -> None:
+    """Raises UserError with the first reason that applies."""
+    for reason, applies in reasons.items():
+        if applies:
+            raise UserError(message.format(type(position).__name__, reason))
 
 
 def check_heads(position: Position, key_heads: int, heads_per_query: int) -> None:

@@ -82,6 +82,13 @@ def entry(name: str) -> dict[str, Any]:
     names = "|".join(options) or "(?!)"
     option = re.compile(rf"(?:^|(?<=; ))((?:{names})(?:, (?:{names}))*): ", re.MULTILINE)
     meanings: dict[str, str] = {}
+    # An encoding that this one extends describes its options itself.
+    base = next((other for other in encoding.__mro__[1:] if other in REGISTRY.values()), None)
+    base_name = next((key for key, other in REGISTRY.items() if other is base), None)
+    inherited = set()
+    if base_name is not None:
+        theirs = options_of(base_name)
+        inherited = {key for key in theirs if options[key].default == theirs[key].default}
     for ancestor in encoding.__mro__:
         _, *parts = inspect.cleandoc(ancestor.__doc__ or "").split("\n\n")
         for part in parts:
@@ -104,7 +111,9 @@ def entry(name: str) -> dict[str, Any]:
         "learned": count,
         "per_layer": position is not None and position.per_layer,
         "texts": texts,
-        "options": options,
+        "options": {key: option for key, option in options.items() if key not in inherited},
+        "base": base_name,
+        "inherited": sorted(inherited),
         "meanings": meanings,
         "prices": prices,
         "aliases": [alias for alias, target in ALIASES.items() if target == name],

@@ -207,8 +207,8 @@ def edited(source: Path, place: Path, **changes) -> Path:
     """A copy of a folder with other keys in its config.json; None leaves a key out."""
     shutil.copytree(source, place)
     config = json.loads((place / "config.json").read_text()) | changes
-    kept = {key: value for key, value in config.items() if changes.get(key, 0) is not None}
-    (place / "config.json").write_text(json.dumps(kept))
+    keys = {key: value for key, value in config.items() if changes.get(key, 0) is not None}
+    (place / "config.json").write_text(json.dumps(keys))
     return place
 
 

@@ -193,7 +193,7 @@ def test_an_exported_folder_needs_torch_and_transformers_alone(tmp_path):
             elif isinstance(node, ast.ImportFrom):
                 assert node.module.split(".")[0] in ALLOWED, (name, node.module)
             elif isinstance(node, ast.Import):
-                assert {one.name.split(".")[0] for one in node.names} <= ALLOWED, name
+                assert {alias.name.split(".")[0] for alias in node.names} <= ALLOWED, name
 
 
 @torch.no_grad()
@@ -319,7 +319,7 @@ def tokenizers(tmp_path_factory):
     whole.enable_truncation(4)
     whole.save(str(folder / "tokenizer.json"))
     pair = (folder / "vocab.json", folder / "merges.txt")
-    found = {"HFTokenizer": (folder, None), "GPT2BPETokenizer": pair}
+    files = {"HFTokenizer": (folder, None), "GPT2BPETokenizer": pair}
     pieces = io.BytesIO()
     SentencePieceTrainer.train(
         sentence_iterator=iter("".join(modules()[:20]).splitlines()),
@@ -332,8 +332,8 @@ def tokenizers(tmp_path_factory):
         remove_extra_whitespaces=False,
     )
     (folder / "spm.model").write_bytes(pieces.getvalue())
-    found["SPMTokenizer"] = (folder / "spm.model", None)
-    return found
+    files["SPMTokenizer"] = (folder / "spm.model", None)
+    return files
 
 
 @pytest.mark.parametrize("kind", ["HFTokenizer", "GPT2BPETokenizer", "SPMTokenizer"])
@@ -452,20 +452,20 @@ def test_the_model_refuses_what_it_would_compute_wrongly(tmp_path):
     ids = random_ids(6)
     mask = torch.ones_like(ids)
     mask[0, 0] = 0
-    for given, message in (
+    for arguments, message in (
         ({"attention_mask": mask[:, :4]}, r"attention_mask: \[2, 4\] must be \[2, 6\]"),
         ({"attention_mask": mask.roll(2, 1)}, "every text needs tokens, and none of padding amo"),
         ({"position_ids": mask}, "position_ids: is not offered by this model; leave it out"),
         ({"past_key_values": DynamicCache()}, "DynamicCache does not hold what this model keeps"),
     ):
         with pytest.raises(ValueError, match=message):
-            model(ids, **given)
-    for given, message in (
+            model(ids, **arguments)
+    for arguments, message in (
         ({"inputs_embeds": torch.zeros(1, 3, 32)}, "inputs_embeds: is not offered by this model"),
         ({}, "input_ids: are missing; this model reads nothing else"),
     ):
         with pytest.raises(ValueError, match=message):
-            model(**given)
+            model(**arguments)
     cache = model(ids, use_cache=True).past_key_values
     with pytest.raises(ValueError, match="tokens that were read cannot be taken back"):
         cache.crop(3)

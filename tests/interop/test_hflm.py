@@ -85,7 +85,7 @@ def harnesses(both):
 
 
 def requests(*arguments):
-    return [SimpleNamespace(args=one, task_name=None) for one in arguments]
+    return [SimpleNamespace(args=words, task_name=None) for words in arguments]
 
 
 PAIRS = [
@@ -132,8 +132,8 @@ def test_windows_rows_and_exports_have_the_token_before_texts(both, harnesses, t
     if begin:
         inputs[0, 0] = theirs.tokenizer.bos_token_id
     loss = F.cross_entropy(theirs.model(inputs).logits[0], ids[1:]).item()
-    found = measured(ours._model, Windows(LENGTH, [ids.numpy()], [torch.arange(LENGTH).numpy()]))
-    assert found["loss"] == pytest.approx(loss, abs=1e-5)
+    row = measured(ours._model, Windows(LENGTH, [ids.numpy()], [torch.arange(LENGTH).numpy()]))
+    assert row["loss"] == pytest.approx(loss, abs=1e-5)
 
     words = f"--checkpoint {run} --prompt The --ignore-eod --temperature 0 -o {tmp_path / 'texts'}"
     assert call("generate.py", *words.split()).returncode == 0

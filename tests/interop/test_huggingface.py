@@ -73,11 +73,12 @@ def test_logits_and_gradients_are_those_of_hugging_face(case, folder):
     (logits * direction).sum().backward()
     family = FAMILIES[type(theirs).__name__]
     gradients = {
-        name.replace("lm_head", family.head[0]): one.grad for name, one in theirs.named_parameters()
+        name.replace("lm_head", family.head[0]): weight.grad
+        for name, weight in theirs.named_parameters()
     }
     architecture = Architecture.of(config.model)
     expected_gradients = read_weights(family, gradients, architecture)
-    zeros = {name: torch.zeros_like(one) for name, one in gradients.items()}
+    zeros = {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}
     constants = read_weights(family, zeros, architecture)  # 1 in norms of Qwen3-Next
     for name, parameter in ours.named_parameters():
         expected_gradient = expected_gradients[name] - constants[name]
@@ -111,10 +112,10 @@ def test_ours_goes_back_bit_for_bit(case, folder):
     architecture = Architecture.of(config.model)
     back = write_weights(family, model.state_dict(), architecture)
     again = read_weights(family, back, architecture)
-    assert all(torch.equal(again[name], one) for name, one in model.state_dict().items())
-    there = load_file(folder(case) / "model.safetensors")
-    assert back.keys() == there.keys()
-    for name, weight in there.items():
+    assert all(torch.equal(again[name], weight) for name, weight in model.state_dict().items())
+    theirs = load_file(folder(case) / "model.safetensors")
+    assert back.keys() == theirs.keys()
+    for name, weight in theirs.items():
         # Norms of Qwen3-Next and Qwen3.5 are 1 + weight, which rounds.
         rounded = case.startswith(("qwen3 next", "qwen3.5")) and name.endswith("norm.weight")
         atol = 1e-7 if rounded else 0
@@ -202,12 +203,12 @@ def test_shards_half_precision_and_names_of_the_bare_model_are_read(folder, tmp_
 
     bare = edited(folder("gpt2"), tmp_path / "bare")
     weights = load_file(bare / "model.safetensors")
-    old = {name.removeprefix("transformer."): one.half() for name, one in weights.items()}
+    old = {name.removeprefix("transformer."): weight.half() for name, weight in weights.items()}
     old["h.0.attn.bias"] = torch.ones(1, 1, 320, 320)
     old["lm_head.weight"] = old["wte.weight"].clone()
     save_file(old, bare / "model.safetensors")
     model, _ = open_model(bare)
-    assert {one.dtype for one in model.parameters()} == {torch.float32}
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
     torch.testing.assert_close(model(random_ids(20)), expected, rtol=0, atol=0.05)
 
 
@@ -323,10 +324,10 @@ def test_damaged_and_missing_files_are_one_message_and_code_is_not_run(folder, t
 
 
 def test_a_name_of_the_hub_is_downloaded_without_code(folder, tmp_path, monkeypatch):
-    asked = {}
+    downloads = {}
 
     def download(name, **options):
-        asked[name] = options
+        downloads[name] = options
         if name != "someone/tiny":
             raise OSError("offline")
         return str(folder("pythia"))
@@ -334,7 +335,7 @@ def test_a_name_of_the_hub_is_downloaded_without_code(folder, tmp_path, monkeypa
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.chdir(tmp_path)
     assert open_model("someone/tiny")[0].vocab == VOCAB
-    allowed = set(asked["someone/tiny"]["allow_patterns"])
+    allowed = set(downloads["someone/tiny"]["allow_patterns"])
     assert allowed == {"*.safetensors", "*.json", "tokenizer.model", "merges.txt", "config.yml"}
     assert import_if_foreign("someone/tiny").name.startswith("tiny-")
     with pytest.raises(UserError, match=r"someone/other: is not a folder here, and .* --local-dir"):

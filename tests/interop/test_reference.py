@@ -28,7 +28,7 @@ def write_checkpoint(case: str, folder: Path, **changes: torch.Tensor | None) ->
 
     changes: tensors in place of the case's ("layer_02/norm…"), None to leave one out
     """
-    own = {
+    weights = {
         key: value
         for key, value in load_file(GOLDEN / f"{case}.safetensors").items()
         if key.startswith("weights/")
@@ -37,7 +37,7 @@ def write_checkpoint(case: str, folder: Path, **changes: torch.Tensor | None) ->
     shared.pop("kept")
     layers = defaultdict(dict)
     for key, tensor in (
-        shared | {key.removeprefix("weights/"): value for key, value in own.items()} | changes
+        shared | {key.removeprefix("weights/"): value for key, value in weights.items()} | changes
     ).items():
         if tensor is not None:
             layers[key.split("/")[0]][key.split("/")[1]] = tensor
@@ -82,8 +82,10 @@ def test_a_reference_checkpoint_gives_the_references_numbers(case, backend, leng
     expected = load_file(GOLDEN / f"{case}.safetensors")
     ids = expected[f"ids_{length}"]
     logits = model(ids[:, :-1])
-    kept = slice(None) if length == 64 else load_file(GOLDEN / "shared.safetensors")["kept"]
-    torch.testing.assert_close(logits[:, kept], expected[f"logits_{length}"], rtol=0, atol=2e-5)
+    positions = slice(None) if length == 64 else load_file(GOLDEN / "shared.safetensors")["kept"]
+    torch.testing.assert_close(
+        logits[:, positions], expected[f"logits_{length}"], rtol=0, atol=2e-5
+    )
 
     loss = model(ids[:, :-1], labels=ids[:, 1:]).mean()
     torch.testing.assert_close(loss, expected[f"loss_{length}"], rtol=0, atol=2e-5)
@@ -185,8 +187,8 @@ def test_a_checkpoint_is_opened_and_imported_with_its_configuration(tmp_path):
     assert files.path == tmp_path / "run" / "global_step20"
     assert f"{folder} has no tokenizer that is used here" in files.notes[0]
     ids = torch.arange(60)[None]
-    for one in (model, open_model(tmp_path / "run")[0]):
-        assert torch.equal(one(ids), expected(ids))
+    for opened in (model, open_model(tmp_path / "run")[0]):
+        assert torch.equal(opened(ids), expected(ids))
 
 
 # --- Tensor-parallel ranks, divided as in GPT-NeoX (megatron/mpu/layers.py there) ---
@@ -243,14 +245,14 @@ def test_a_bias_is_summed_over_ranks_only_where_each_rank_adds_it(tmp_path):
 
 
 def test_layers_whose_copies_differ_keep_their_own(tmp_path, caplog):
-    own = torch.linspace(0.1, 1, 12).view(12, 1, 1)
-    write_checkpoint("kerple_log", tmp_path, **{"layer_03/attention.rpe.bias_p": own})
+    bias_p = torch.linspace(0.1, 1, 12).view(12, 1, 1)
+    write_checkpoint("kerple_log", tmp_path, **{"layer_03/attention.rpe.bias_p": bias_p})
     model, config = load_reference(tmp_path, golden_config("kerple_log"))
     assert not config.position.pos_emb_shared
     assert config.hash != golden_config("kerple_log").hash
     assert "copies of bias_p differ" in caplog.text
-    assert torch.equal(model.positions[1].p, own.flatten())
-    assert not torch.equal(model.positions[0].p, own.flatten())
+    assert torch.equal(model.positions[1].p, bias_p.flatten())
+    assert not torch.equal(model.positions[0].p, bias_p.flatten())
 
 
 def test_parts_that_are_missing_or_mixed_are_refused(tmp_path):

@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
     """A user's folder: the files of the guide, and the project by its names."""
     path = tmp_path_factory.mktemp("guide")
     (path / "my_encoding.py").write_text(file_of("soft_window"))
-    (path / "p_rope.py").write_text(file_of("p_rope"))
+    (path / "fast_rope.py").write_text(file_of("fast_rope"))
     (path / "gates.py").write_text(file_of("gates"))
     (path / "mine.yml").write_text(blocks(PAGE, "yaml")[0])
     for name in ("train.py", "evaluate.py", "tools", "configs"):
@@ -110,7 +110,7 @@ def test_the_commands_run_in_their_order_without_any_other_edit(folder, forks, c
 
 def test_the_other_examples_compute_what_the_registry_does(folder, own_registry):
     """fox and a part of rotary, which test_authors.py compares with their authors' numbers."""
-    for name in ("p_rope", "gates"):
+    for name in ("fast_rope", "gates"):
         load_file(folder / f"{name}.py")
     shape = Shape(heads=3, head_dim=8, hidden=24, train_length=16)
     gates, fox = build("gates", shape), build("fox", shape)
@@ -122,7 +122,7 @@ def test_the_other_examples_compute_what_the_registry_does(folder, own_registry)
     ours, theirs = ours - ours[..., :1], theirs - theirs[..., :1]
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     q, k = torch.randn(2, 1, 3, 16, 8)
-    turned = build("p_rope", shape, p=0.75).on_queries_keys(q, k)
+    turned = build("fast_rope", shape, p=0.75).on_queries_keys(q, k)
     expected = build("rotary", shape, fraction=0.75).on_queries_keys(q, k)
     for ours, theirs in zip(turned, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)

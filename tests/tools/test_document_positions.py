@@ -24,7 +24,7 @@ def test_every_encoding_says_its_formula_paper_options_numbers_and_cost():
     assert set(sections) == set(REGISTRY)
     for name, text in sections.items():
         assert len(paragraph(REGISTRY[name].__doc__)) > 10, name
-        assert all(f"| `{option}` |" in text for option in options_of(name)), name
+        assert all(f"`{option}`" in text for option in options_of(name)), name
         assert "|  |" not in text, f"{name}: an option without a meaning"
         assert re.search(r"Learned numbers: .*\. Cost: .*\.", text), name
     assert "https://arxiv.org/abs/2108.12409" in sections["alibi"]
@@ -35,8 +35,9 @@ def test_every_encoding_says_its_formula_paper_options_numbers_and_cost():
     assert "`rpe`" in sections["t5"]
     # Several in one line, one that two options share, and one of the class that it extends.
     assert "| `base` | 10000 | slowest wavelength / 2π |" in sections["rotary"]
-    assert "| `beta_slow` | 1 | features with more than beta_fast" in sections["yarn"]
-    assert "| `taps` | 3 | tokens of the convolution" in sections["path_fox"]
+    assert "| `beta_slow` | 1 | features with more than beta_fast" in sections["by_parts"]
+    assert "Options of [by_parts](#by_parts): `attention_factor`, " in sections["yarn"]
+    assert "Options of [path](#path): `rank`, `taps`." in sections["path_fox"]
     assert "| `kernels` | [exp, {exp: 0.5}, gaussian] | as for mep |" in sections["mep_free"]
 
 
