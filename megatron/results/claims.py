@@ -2,10 +2,11 @@
 
 import math
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import scipy
 from pydantic import BaseModel, Field, ValidationError
 
 from megatron.errors import UserError, did_you_mean, in_words
@@ -23,11 +24,13 @@ from megatron.results.labels import axes_beside, facts_of, kinds, labels_of, oth
 from megatron.results.row import (
     ATTENTION_INPUTS,
     DEFAULTS,
+    DRAWN,
     LONGPPL,
+    PROTOCOL_OPTIONS,
     SETTING,
-    TASK,
     Row,
     encoding_of,
+    grouped,
     identity,
     text_of,
     value_of,
@@ -37,7 +40,6 @@ from megatron.results.statistics import (
     Estimate,
     holm,
     mean_over_seeds,
-    t_distribution,
     values_needed,
 )
 from megatron.results.table import ANSWERS_RIGHT, FEW_KEYS, TOKENS_RIGHT, Table
@@ -66,7 +68,6 @@ A claim is one line:
 PERPLEXITIES = ("perplexity", LONGPPL)
 ACCURACIES = {"accuracy": ANSWERS_RIGHT, "token accuracy": TOKENS_RIGHT}
 QUANTITIES = (*PERPLEXITIES, "loss", "bits per byte", *ACCURACIES)
-OWN_TEXT = ("paper", TASK)  # protocols that draw other windows at each length
 GROUP = (*SETTING, "stride", "train_length", "step")  # equal on both sides, if none names them
 LONGEST = "1000000000000"  # tokens, of a claim without a limit
 LARGEST = 1 << 20  # bytes of a file of claims
@@ -76,8 +77,8 @@ _CONDITIONS = r"[^()\n\t]+"
 _PERCENT = r"\d{1,9}(?:\.\d+)?"
 _LENGTH = r"\d{1,12}(?: ?L)?|L"
 CLAIM = re.compile(
-    rf"(?P<name>{_NAME})(?: \((?P<own>{_CONDITIONS})\))? "
-    rf"(?:(?P<order>[<>]) (?P<other>{_NAME})(?: \((?P<others>{_CONDITIONS})\))?"
+    rf"(?P<name>{_NAME})(?: \((?P<conditions>{_CONDITIONS})\))? "
+    rf"(?:(?P<order>[<>]) (?P<other>{_NAME})(?: \((?P<other_conditions>{_CONDITIONS})\))?"
     rf"(?: by (?P<by>{_PERCENT}) ?%)?"
     rf"|(?P<verb>rises|falls|loses|gains)(?P<at_most> at most)?(?: (?P<change>{_PERCENT}) ?%)?)"
     rf"(?:, (?P<quantity>{'|'.join(QUANTITIES)}))?"
@@ -94,18 +95,18 @@ class Source(BaseModel, extra="forbid"):
     url: str
 
 
-class OwnSource(BaseModel, extra="forbid"):
-    """A claim from another place than the others of its file."""
+class Line(BaseModel, extra="forbid"):
+    """A claim, and its place if that is not the file's."""
 
     claim: str
-    source: str
+    source: str = ""
 
 
 class File(BaseModel, extra="forbid"):
     """A file of claims."""
 
     source: Source
-    claims: list[str | OwnSource] = Field(min_length=1)
+    claims: list[str | Line] = Field(min_length=1)
 
 
 @dataclass(frozen=True)
@@ -114,15 +115,13 @@ class Side:
 
     encoding: str
     conditions: tuple[str, ...]
-    shortest: str
-    longest: str
+    lengths: tuple[str, str]
 
     def has_length(self, row: Row) -> bool:
         """Whether a row has such a length, where L is its training length."""
         trained = row.get("train_length") or math.nan
         shortest, longest = (
-            _number(text) * (trained if "L" in text else 1)
-            for text in (self.shortest, self.longest)
+            _number(text) * (trained if "L" in text else 1) for text in self.lengths
         )
         return shortest <= row["length"] <= longest
 
@@ -170,8 +169,8 @@ def read_claims(path: Path) -> tuple[str, list[Claim]]:
             " - write a file such as configs/claims/kerple.yml"
         ) from None
     claims: dict[str, Claim] = {}
-    for number, one in enumerate(file.claims, 1):
-        text, source = (one, "") if isinstance(one, str) else (one.claim, one.source)
+    for number, line in enumerate(file.claims, 1):
+        text, source = (line, "") if isinstance(line, str) else (line.claim, line.source)
         try:
             if text in claims:
                 raise ValueError("is given twice, which makes all others harder - keep one")
@@ -185,16 +184,16 @@ def claim_of(text: str, source: str = "") -> Claim:
     """The claim of one line; ValueError with what is wrong."""
     match = CLAIM.fullmatch(text)
     if match is None:
-        given = re.search(r", ([a-z ]+) (?:at|from) ", text)
+        quantity = re.search(r", ([a-z ]+) (?:at|from) ", text)
         if not re.search(r" (at|from) [\dL]", text):
             raise ValueError("does not say where - end with at 4096, from 2048 or at 4 L")
-        if given and given[1] not in QUANTITIES:
-            raise ValueError(f"has no such quantity: {given[1]} - use {', '.join(QUANTITIES)}")
+        if quantity and quantity[1] not in QUANTITIES:
+            raise ValueError(f"has no such quantity: {quantity[1]} - use {', '.join(QUANTITIES)}")
         raise ValueError("is no claim - write A < B or A loses 20 %, and see the grammar")
     quantity = match["quantity"] or PERPLEXITIES[0]
     is_accuracy = quantity in ACCURACIES
     percent = float(match["by"] or match["change"] or 0)
-    verb, last = match["verb"], match["last"]
+    verb, first, last = match["verb"], match["at"] or match["first"], match["last"]
     if verb and not last:
         raise ValueError("is a change without two lengths - end with from 512 to 4096")
 
@@ -207,27 +206,19 @@ def claim_of(text: str, source: str = "") -> Claim:
     if match["at_most"]:
         sign, size = -sign, -size
 
-    first = match["at"] or match["first"]
-    longest = match["at"] or last or LONGEST
     if last and not verb and ("L" in first) == ("L" in last) and _number(first) > _number(last):
         raise ValueError(f"goes from a longer length to a shorter one - from {last} to {first}")
-    own, others, shared = (
+    lengths = (first, match["at"] or last or LONGEST)
+    conditions, other_conditions, shared = (
         tuple(words.split(", ")) if words else ()
-        for words in match.group("own", "others", "shared")
+        for words in match.group("conditions", "other_conditions", "shared")
     )
-    name, other = match.group("name", "other")
-    ours = Side(name, own + shared, last if verb else first, longest)
-    theirs = Side(other or name, others + shared, first, first if verb else longest)
-    return Claim(
-        text,
-        source,
-        ours,
-        theirs,
-        is_change=verb is not None,
-        sign=sign,
-        size=size,
-        quantity=quantity,
+    name = match["name"]
+    ours = Side(name, conditions + shared, (last, last) if verb else lengths)
+    theirs = Side(
+        match["other"] or name, other_conditions + shared, (first, first) if verb else lengths
     )
+    return Claim(text, source, ours, theirs, verb is not None, sign, size, quantity)
 
 
 # --- What results say of a claim ---
@@ -251,9 +242,8 @@ class Effect:
     @property
     def decides(self) -> tuple[Estimate, str]:
         """The estimate that says how large a sample must be, and its unit: two seeds are seeds."""
-        if self.unit == "seeds" or len(self.by_seed) < 2:
-            return self.estimate, self.unit
-        return mean_over_seeds(self.by_seed), "seeds"
+        two_seeds = self.unit != "seeds" and len(self.by_seed) > 1
+        return (mean_over_seeds(self.by_seed), "seeds") if two_seeds else (self.estimate, self.unit)
 
 
 @dataclass
@@ -288,13 +278,19 @@ def judged(claims: Sequence[Claim], rows: Sequence[Row]) -> list[Verdict]:
     verdicts = []
     axes = axes_beside(rows)
     for claim in claims:
-        groups: dict[Hashable, tuple[list[Row], list[Row]]] = {}
         shared = [key for key in GROUP if not claim.names(key)]
+        if claim.names("protocol"):
+            shared = [key for key in shared if key not in PROTOCOL_OPTIONS]
         try:
-            for number, side in enumerate((claim.ours, claim.theirs)):
-                for row in _chosen(rows, side, claim.quantity):
-                    groups.setdefault(identity(row, shared), ([], []))[number].append(row)
-            answers = [pair for pair in groups.values() if all(pair)]
+            ours, theirs = (
+                _chosen(rows, side, claim.quantity) for side in (claim.ours, claim.theirs)
+            )
+            theirs_of = {identity(group[0], shared): group for group in grouped(theirs, shared)}
+            pairs = [
+                (group, theirs_of.get(identity(group[0], shared)))
+                for group in grouped(ours, shared)
+            ]
+            answers = [(group, others) for group, others in pairs if others]
             if not answers:
                 raise NoRows(
                     "the two sides share no corpus, protocol and its options, train_length and step"
@@ -302,31 +298,33 @@ def judged(claims: Sequence[Claim], rows: Sequence[Row]) -> list[Verdict]:
         except NoRows as missing:
             verdicts.append(Verdict(claim, "no rows", reason=str(missing)))
             continue
-        for pair in answers:
+        for group, others in answers:
             try:
-                verdict = _verdict(claim, *pair, axes)
+                verdict = _verdict(claim, group, others, axes)
             except NoRows as missing:
                 verdict = Verdict(claim, "no rows", reason=str(missing))
-            verdict.example = pair[0][0]
+            verdict.example = group[0]
             verdicts.append(verdict)
 
-    tested = [one for one in verdicts if one.effect]
-    corrected = holm([one.p for one in tested])
+    tested = [(verdict, verdict.effect) for verdict in verdicts if verdict.effect]
+    corrected = holm([verdict.p for verdict, _ in tested])
     undecided = sum(p >= ALPHA for p in corrected)
-    for one, p in zip(tested, corrected, strict=True):
-        assert one.effect is not None
-        one.p = p
+    for (verdict, effect), p in zip(tested, corrected, strict=True):
+        verdict.p = p
         if p >= ALPHA:
-            one.word = "undecided"
-            estimate, unit = one.effect.decides
-            excess = one.claim.sign * estimate.mean - one.claim.size
-            level = one.level / undecided  # Holm's next step
-            one.needed = values_needed(estimate, excess, level, unit)
+            verdict.word = "undecided"
+            estimate, unit = effect.decides
+            excess = verdict.claim.sign * estimate.mean - verdict.claim.size
+            level = verdict.level / undecided  # Holm's next step
+            verdict.needed = values_needed(estimate, excess, level, unit)
     return verdicts
 
 
 def _chosen(rows: Sequence[Row], side: Side, quantity: str) -> Sequence[Row]:
     """The rows of one side; NoRows names the first demand that none fulfils."""
+    pos_emb = side.encoding.replace("/", ", ")
+    shortest, longest = side.lengths
+    several = longest not in (shortest, LONGEST)
     keys = {condition.partition(" ")[0] for condition in side.conditions}
     usual = [key for key in ATTENTION_INPUTS if key not in keys]
 
@@ -335,14 +333,13 @@ def _chosen(rows: Sequence[Row], side: Side, quantity: str) -> Sequence[Row]:
         return {corpus, corpus.removeprefix("task:"), row.get("part"), row.get("protocol")}
 
     def has_quantity(row: Row) -> bool:
-        of_key_tokens = row.get("protocol") == LONGPPL
+        if LONGPPL in (quantity, row.get("protocol")):
+            return quantity == row.get("protocol")
         key = quantity.replace(" ", "_")
-        if key == LONGPPL or of_key_tokens:
-            return of_key_tokens and key == LONGPPL
-        has_bytes = row["loss"] is None or row.get("bits_per_byte") is not None
-        return has_bytes if key == "bits_per_byte" else key in row
+        if key == "bits_per_byte":
+            return row["loss"] is None or row.get(key) is not None
+        return key in row
 
-    pos_emb = side.encoding.replace("/", ", ")
     demands = {"this encoding": lambda row: pos_emb in (row["pos_emb"], encoding_of(row))}
     for word in side.conditions:
         demands[word] = lambda row, word=word: word in texts_of(row) | facts_of(row)
@@ -350,8 +347,7 @@ def _chosen(rows: Sequence[Row], side: Side, quantity: str) -> Sequence[Row]:
         value_of(row, key) == DEFAULTS[key] for key in usual
     )
     demands[quantity] = has_quantity
-    several = side.longest not in (side.shortest, LONGEST)
-    demands[f"length {side.shortest}{f' to {side.longest}' * several}"] = side.has_length
+    demands[f"length {shortest}{f' to {longest}' if several else ''}"] = side.has_length
     for name, demand in demands.items():
         fulfilling = [row for row in rows if demand(row)]
         if not fulfilling:
@@ -380,13 +376,15 @@ def _verdict(
         )
     effects = []
     for length in sorted({row["length"] for row in ours}):
-        mine = [row for row in ours if row["length"] == length]
-        others = [row for row in theirs if claim.is_change or row["length"] == length]
-        if others:
-            effects.append(_effect(claim, length, mine, others))
+        sides = [
+            [row for row in ours if row["length"] == length],
+            [row for row in theirs if claim.is_change or row["length"] == length],
+        ]
+        if all(sides):
+            effects.append(_effect(claim, length, sides))
     if not effects:
         raise NoRows("the two sides share no length")
-    effect = max(effects, key=lambda one: one.p_holds)
+    effect = max(effects, key=lambda effect: effect.p_holds)
     if effect.p_holds < 0.5:
         return Verdict(claim, "holds", effect=effect, p=2 * effect.p_holds)
     k = len(effects)
@@ -397,57 +395,48 @@ def _verdict(
 def _of_one_kind(rows: Sequence[Row]) -> Sequence[Row]:
     """The rows; of several kinds the one whose options are the defaults."""
     several = kinds(rows)
-    if len(several) == 1:
-        return rows
     usual = kinds([row for row in rows if not row.get("pos_emb_args")])
-    if len(usual) != 1:
-        raise NoRows(f"several kinds of rows, add a condition: {'; '.join(several)}")
-    (found,) = usual.values()
-    return found
+    for choices in (several, usual):
+        if len(choices) == 1:
+            return next(iter(choices.values()))
+    raise NoRows(f"several kinds of rows, add a condition: {'; '.join(several)}")
 
 
-def _effect(claim: Claim, length: int, ours: Sequence[Row], theirs: Sequence[Row]) -> Effect:
+def _effect(claim: Claim, length: int, sides: Sequence[Sequence[Row]]) -> Effect:
     """The mean difference over seeds, or with too few of them over the text."""
-    sides = []
-    for rows in (ours, theirs):
+    for rows in sides:
         if len({row.get("seed") for row in rows}) < len(rows):
             raise NoRows(f"a seed was measured twice at {length} - give the results of one text")
-        side = [_measured(claim.quantity, row) for row in rows]
-        for row in side:
+        for row in rows:
             if row["loss"] is None:
                 raise NoRows(f"{row['pos_emb']} at {row['length']}: {row.get('reason')}")
-        sides.append(side)
-    first, second = of_common_seeds(*sides)
-    any_text = claim.is_change and ours[0].get("protocol") in OWN_TEXT
+    example = sides[0][0]
+    first, second = of_common_seeds(
+        *([_measured(claim.quantity, row) for row in rows] for rows in sides)
+    )
+    any_text = claim.is_change and example.get("protocol") in DRAWN
     by_seed = [*differences_by_seed(first, second, any_text=any_text).values()]
     if len(by_seed) >= SEEDS:
-        unit = "seeds"
-        estimate = mean_over_seeds(by_seed)
+        estimate, unit = mean_over_seeds(by_seed), "seeds"
+    elif reason := why_not_paired(first, second, "the other side"):
+        raise NoRows(reason)
     else:
-        if reason := why_not_paired(first, second, "the other side"):
-            raise NoRows(reason)
-        rows = [*first, *second]
-        key = "block_losses" if all(row.get("block_losses") for row in rows) else "window_losses"
-        if len({len(row.get(key) or ()) for row in rows}) > 1:
-            raise NoRows("old rows without losses of blocks - measure them again")
         text = over_text(first, second)
         estimate, unit = text.estimate, text.unit
 
     if claim.quantity in ACCURACIES and estimate.stderr is not None:
         # Half an answer: a share is not known better.
-        answers = ours[0]["windows" if claim.quantity == "accuracy" else "tokens"]
+        answers = example["windows" if claim.quantity == "accuracy" else "tokens"]
         estimate = replace(estimate, stderr=max(estimate.stderr, 0.5 / answers))
-    excess = claim.sign * estimate.mean - claim.size
     p_holds = 0.5
     if estimate.stderr:
-        p_holds = 1 - t_distribution(excess / estimate.stderr, estimate.df)
+        excess = claim.sign * estimate.mean - claim.size
+        p_holds = 1 - float(scipy.stats.t.cdf(excess / estimate.stderr, estimate.df))
     return Effect(length, estimate, unit, p_holds, by_seed)
 
 
 def _measured(quantity: str, row: Row) -> Row:
-    """The row with the quantity in the place of the loss, and the hash of what it is about."""
-    if quantity == LONGPPL:  # the key tokens are the text
-        return with_facts(row, {"text": row.get("key_text")})
+    """The row with the quantity in the place of the loss."""
     if quantity not in ACCURACIES:
         return row
     shares = row.get("window_accuracies") or []
@@ -463,46 +452,49 @@ def _measured(quantity: str, row: Row) -> Row:
 
 def table_of(verdicts: Sequence[Verdict], source: str) -> Table:
     """One line for each claim and setting, with the notes that its words need."""
-    examples = [one.example for one in verdicts if one.example]
+    examples = [verdict.example for verdict in verdicts if verdict.example]
     names = [f"{text_of(row)}: {row.get('protocol')}" for row in examples]
     settings = iter(labels_of(examples, GROUP, (), names=names))
     head = ("claim", "on", "verdict", "effect", "95 %", "p", "sample", "would decide")
     body, notes = [], []
-    tests = sum(one.effect is not None for one in verdicts)
-    for one in verdicts:
-        line = [one.claim.text, next(settings) if one.example else "", one.word]
-        if one.claim.source:
-            notes.append(f"{one.claim.text}: {one.claim.source}")
-        if one.effect is None or one.example is None:
+    tests = sum(verdict.effect is not None for verdict in verdicts)
+    for verdict in verdicts:
+        claim, effect, example = verdict.claim, verdict.effect, verdict.example
+        line = [claim.text, next(settings) if example else "", verdict.word]
+        if claim.source:
+            notes.append(f"{claim.text}: {claim.source}")
+        if effect is None or example is None:
             body.append([*line, *[""] * 5])
-            notes.append(f"no rows for {one.claim.text}: {one.reason}")
+            notes.append(f"no rows for {claim.text}: {verdict.reason}")
             continue
-        estimate, unit = one.effect.estimate, one.effect.unit
-        quantity, example = one.claim.quantity, one.example
-        bits = (example.get("bits_per_byte") or math.nan) / (example["loss"] or math.nan)
-        effect = []
+        estimate, unit = effect.estimate, effect.unit
+        words = []
         for difference in (estimate.mean, *(estimate.interval() or ())):
-            if quantity in PERPLEXITIES:
-                effect.append(f"{100 * math.expm1(min(difference, 100)):+.3g} %")
-            elif quantity in ACCURACIES:
-                effect.append(f"{100 * difference:+.1f} points")
+            if claim.quantity in PERPLEXITIES:
+                words.append(f"{100 * math.expm1(min(difference, 100)):+.3g} %")
+            elif claim.quantity in ACCURACIES:
+                words.append(f"{100 * difference:+.1f} points")
             else:
-                effect.append(f"{difference * (bits if quantity != 'loss' else 1):+.4f}")
+                if claim.quantity != "loss":
+                    difference *= (example.get("bits_per_byte") or math.nan) / (
+                        example["loss"] or math.nan
+                    )
+                words.append(f"{difference:+.4f}")
         if unit != "seeds":
             line[2] += "*"
-        if quantity in ACCURACIES:
-            notes.append(ACCURACIES[quantity].name)
-        if quantity == LONGPPL and example["tokens"] < FEW_KEYS:
+        if claim.quantity in ACCURACIES:
+            notes.append(ACCURACIES[claim.quantity].name)
+        if claim.quantity == LONGPPL and example["tokens"] < FEW_KEYS:
             notes.append(f"few key tokens: {example['tokens']}")
         if unit == "windows" and estimate.n < FEW:
             notes.append(f"{estimate.n} windows are few: p is too small if neighbours correlate")
-        would_decide = [f"{one.needed:,} {one.effect.decides[1]}"] if one.needed else []
-        if len(one.effect.by_seed) == 2 and math.prod(one.effect.by_seed) < 0:
+        would_decide = [f"{verdict.needed:,} {effect.decides[1]}"] if verdict.needed else []
+        if len(effect.by_seed) == 2 and math.prod(effect.by_seed) < 0:
             would_decide.append("seeds disagree in sign")
         line += [
-            f"{effect[0]} at {one.effect.length}",
-            " to ".join(effect[1:]),
-            f"{one.p:.3f}" if one.p >= 0.001 else "<0.001",
+            f"{words[0]} at {effect.length}",
+            " to ".join(words[1:]),
+            f"{verdict.p:.3f}" if verdict.p >= 0.001 else "<0.001",
             f"{estimate.n:,} {unit}",
             "; ".join(would_decide),
         ]

@@ -1,14 +1,23 @@
 """Encodings against one of them, length by length: differences, intervals, claims."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from megatron.errors import UserError
-from megatron.results.labels import axes_of, labels_of, other_differences, select
-from megatron.results.row import BLOCK, COMPARED, LONGPPL, Row, place_of, value_of
+from megatron.results.labels import axes_of, labels_of, matching, other_differences, select
+from megatron.results.row import (
+    BLOCK,
+    LONGPPL,
+    PLACE,
+    PROTOCOL_OPTIONS,
+    SETTING,
+    Row,
+    grouped,
+    value_of,
+)
 from megatron.results.statistics import (
     Estimate,
     holm,
@@ -21,6 +30,9 @@ from megatron.results.table import mean_and_std, setting
 
 ALPHA = 0.05
 SEEDS = 3  # common seeds that a claim about an encoding needs
+COMPARED = (*SETTING, *(key for key in PLACE if key != "text"))  # runs of a seed may have its own
+TARGETS = ("corpus", "part", "split", "tokenizer", "length")  # of two protocols
+KEYS = {"judge", "tokens", "key_text"}  # in which rows of longppl with other key tokens differ
 WORSE, BETTER = "†", "‡"
 OTHER_KEYS = "its key tokens are not those of {} - compare at one length, and give both one --judge"
 # What an interval speaks about: its heading, by whether it is a claim.
@@ -125,186 +137,205 @@ def compared(kinds: Mapping[str, Sequence[Row]], against: str | None = None) -> 
     """Every encoding at every length of every setting, compared with one of them.
 
     kinds: rows by label, as `kinds` of megatron.results.labels returns them
-    against: the reference; the first encoding if it is None
+    against: the reference; the first encoding if it is None. The name of a protocol compares the
+        rows of each encoding with its own rows under that protocol, where both scored the same
+        targets.
 
     Raises UserError if nothing can be paired, or a seed was measured on two texts of one size.
     """
-    reference = next(iter(kinds)) if against is None else select(against, kinds)
-    places: dict[Hashable, dict[str, list[Row]]] = {}
-    for label, rows in kinds.items():
-        for row in rows:
-            rows_of = places.setdefault(place_of(row), {})
-            of_kind = rows_of.setdefault(label, [])
-            if row.get("seed") in [one.get("seed") for one in of_kind]:
+    protocol = (against or "").partition(", ")[0]
+    protocols = {row.get("protocol") for rows in kinds.values() for row in rows}
+    comparisons: list[Comparison] = []
+    if against is None:
+        comparisons = _pairs(kinds, next(iter(kinds)), COMPARED)
+    elif protocol not in protocols or matching(against, kinds):
+        comparisons = _pairs(kinds, select(against, kinds), COMPARED)
+    else:
+        for label, rows in kinds.items():
+            settings = grouped(rows, SETTING)
+            names = [f"{label}, protocol {members[0].get('protocol')}" for members in settings]
+            labels = labels_of(
+                [members[0] for members in settings], PROTOCOL_OPTIONS, (), names=names
+            )
+            by_setting = dict(zip(labels, settings, strict=True))
+            reference = f"{label}, protocol {against}"
+            if matching(reference, by_setting):
+                comparisons += _pairs(by_setting, select(reference, by_setting), TARGETS)
+
+    others = [pair for pair in comparisons if pair.encoding != pair.reference]
+    if others and not any(pair.difference for pair in others):
+        reasons = {f"{pair.encoding} at {pair.length}: {pair.reason}": None for pair in others}
+        each_once = "\n  ".join(reasons)
+        raise UserError(f"nothing can be compared with {others[0].reference}:\n  {each_once}")
+
+    tested = [number for number, pair in enumerate(comparisons) if pair.p is not None]
+    corrected = holm([comparisons[number].p or 0.0 for number in tested])
+    for number, p in zip(tested, corrected, strict=True):
+        comparisons[number] = replace(comparisons[number], p=p, tests=len(tested))
+    return comparisons
+
+
+def _pairs(
+    kinds: Mapping[str, Sequence[Row]], reference: str, keys: Sequence[str]
+) -> list[Comparison]:
+    """Each kind at each place minus the reference, with p that are not corrected.
+
+    keys: what agrees at one place
+    """
+    label_of = {id(row): label for label, rows in kinds.items() for row in rows}
+    places = grouped([row for rows in kinds.values() for row in rows], keys)
+    names = [setting(rows) for rows in places]
+    headings = labels_of([rows[0] for rows in places], ("split", "tokenizer"), (), names=names)
+    comparisons = []
+    for heading, rows_at_place in zip(headings, places, strict=True):
+        rows_of: dict[str, list[Row]] = {}
+        for row in rows_at_place:
+            label = label_of[id(row)]
+            members = rows_of.setdefault(label, [])
+            if row.get("seed") in [other.get("seed") for other in members]:
                 raise UserError(
                     f"{label}: seed {row.get('seed')} was measured on two texts at length"
                     f" {row['length']} - give the results of one of them"
                 )
-            of_kind.append(row)
-
-    at_place = [[row for rows in rows_of.values() for row in rows] for rows_of in places.values()]
-    names = [setting(rows) for rows in at_place]
-    first_rows = [rows[0] for rows in at_place]
-    headings = labels_of(first_rows, ("split", "tokenizer"), (), names=names)
-
-    comparisons: list[Comparison] = []
-    for heading, rows_of in zip(headings, places.values(), strict=True):
-        theirs = rows_of.get(reference, [])
-        for label, rows in rows_of.items():
-            one = _compared(heading, label, rows, reference, theirs)
-            if not theirs and rows[0]["loss"] is not None:
-                one = replace(one, reason=_not_measured(rows[0], reference, kinds[reference]))
-            comparisons.append(one)
-
-    others = [one for one in comparisons if one.encoding != reference]
-    if others and not any(one.difference for one in others):
-        reasons = {f"{one.encoding} at {one.length}: {one.reason}": None for one in others}
-        each_once = "\n  ".join(reasons)
-        raise UserError(f"nothing can be compared with {reference}:\n  {each_once}")
-
-    p_values = [one.p for one in comparisons if one.p is not None]
-    corrected = iter(holm(p_values))
-    for number, one in enumerate(comparisons):
-        if one.p is not None:
-            comparisons[number] = replace(one, p=next(corrected), tests=len(p_values))
+            members.append(row)
+        for label, ours in rows_of.items():
+            perplexity, std = mean_and_std([row["perplexity"] for row in ours])
+            bits_per_byte, _ = mean_and_std([row.get("bits_per_byte") for row in ours])
+            pair = Comparison(
+                setting=heading,
+                length=ours[0]["length"],
+                encoding=label,
+                reference=reference,
+                seeds=tuple(row.get("seed") for row in ours),
+                perplexity=perplexity,
+                std=std,
+                bits_per_byte=bits_per_byte,
+                by_seed={},
+            )
+            if label != reference and reference in rows_of:
+                pair = _with_difference(pair, ours, rows_of[reference])
+            elif ours[0]["loss"] is None or label == reference:
+                refusals = [row.get("reason") for row in ours if row["loss"] is None]
+                pair = replace(pair, reason=next(iter(refusals), None))
+            else:  # the reference has no row here: how does the most similar one differ?
+                differences = [
+                    [key for key in keys if value_of(other, key) != value_of(ours[0], key)]
+                    for other in kinds[reference]
+                ]
+                nearest = min(differences, key=len)
+                reason = f"{reference} was measured with another {' and '.join(nearest)} alone"
+                if ours[0].get("protocol") == LONGPPL and {*nearest} <= KEYS:
+                    reason = OTHER_KEYS.format(reference)
+                pair = replace(pair, reason=reason)
+            comparisons.append(pair)
     return comparisons
 
 
-def _not_measured(row: Row, reference: str, theirs: Sequence[Row]) -> str:
-    """Why no row of the reference has a row's place: how the most similar one differs."""
-    differences = [
-        [key for key in COMPARED if value_of(other, key) != value_of(row, key)] for other in theirs
-    ]
-    nearest = min(differences, key=len)
-    if row.get("protocol") == LONGPPL and {*nearest} <= {"judge", "tokens", "key_text"}:
-        return OTHER_KEYS.format(reference)
-    return f"{reference} was measured with another {' and '.join(nearest)} alone"
-
-
-def _compared(
-    heading: str,
-    label: str,
-    ours: Sequence[Row],
-    reference: str,
-    theirs: Sequence[Row],
-) -> Comparison:
-    """One encoding at one place; its p is not corrected."""
-    perplexity, std = mean_and_std([row["perplexity"] for row in ours])
-    bits_per_byte, _ = mean_and_std([row.get("bits_per_byte") for row in ours])
-    alone = Comparison(
-        setting=heading,
-        length=ours[0]["length"],
-        encoding=label,
-        reference=reference,
-        seeds=tuple(row.get("seed") for row in ours),
-        perplexity=perplexity,
-        std=std,
-        bits_per_byte=bits_per_byte,
-        by_seed={},
-    )
-    if label == reference:
-        refusals = [row.get("reason") for row in ours if row["loss"] is None]
-        return replace(alone, reason=refusals[0] if refusals else None)
+def _with_difference(pair: Comparison, ours: Sequence[Row], theirs: Sequence[Row]) -> Comparison:
+    """The comparison with the difference of rows at one place, or the reason for none."""
     ours, theirs = of_common_seeds(ours, theirs)
-    if reason := why_not_paired(ours, theirs, reference):
-        return replace(alone, reason=reason)
+    if reason := why_not_paired(ours, theirs, pair.reference):
+        return replace(pair, reason=reason)
     by_seed = differences_by_seed(ours, theirs)
-    axes = axes_of([ours[0], theirs[0]])
-    differences = other_differences(ours[0], theirs[0], axes)
-    paired = replace(
-        alone,
+    over_seeds = mean_over_seeds(list(by_seed.values())) if len(by_seed) >= SEEDS else None
+    differences = other_differences(ours[0], theirs[0], axes_of([ours[0], theirs[0]]))
+    return replace(
+        pair,
         by_seed=by_seed,
+        over_seeds=over_seeds,
         over_text=over_text(ours, theirs),
+        p=over_seeds and over_seeds.p,
         other_differences="; ".join(differences.values()),
     )
-    if len(by_seed) < SEEDS:
-        return paired
-    over_seeds = mean_over_seeds(list(by_seed.values()))
-    return replace(paired, over_seeds=over_seeds, p=over_seeds.p)
 
 
 def of_common_seeds(
     ours: Sequence[Row], theirs: Sequence[Row]
 ) -> tuple[Sequence[Row], Sequence[Row]]:
     """The rows of the seeds that both have, in one order; all rows if they have none in common."""
-    seeds = [row.get("seed") for row in theirs]
-    common = [row for row in ours if row.get("seed") in seeds]
-    if not common:
-        return ours, theirs
-    return common, [theirs[seeds.index(row.get("seed"))] for row in common]
+    by_seed = {row.get("seed"): row for row in theirs}
+    common = [row for row in ours if row.get("seed") in by_seed]
+    return (common, [by_seed[row.get("seed")] for row in common]) if common else (ours, theirs)
 
 
 def differences_by_seed(
     ours: Sequence[Row], theirs: Sequence[Row], *, any_text: bool = False
 ) -> dict[int | None, float]:
-    """The difference in loss of each common seed, if all pairs have a text in common.
+    """The difference in loss of each common seed, if all pairs scored the same targets.
 
-    any_text: whether they need none
+    any_text: whether they need not
     """
     differences = {}
     for row, other in zip(ours, theirs, strict=False):
-        same_text = any_text or row.get("text") == other.get("text")
-        if row.get("seed") != other.get("seed") or not same_text:
+        same_targets = any_text or row.get("region") == other.get("region")
+        if row.get("seed") != other.get("seed") or not same_targets:
             return {}
-        assert row["loss"] is not None
-        assert other["loss"] is not None
-        differences[row.get("seed")] = row["loss"] - other["loss"]
+        differences[row.get("seed")] = cast(float, row["loss"]) - cast(float, other["loss"])
     return differences
 
 
 def why_not_paired(ours: Sequence[Row], theirs: Sequence[Row], reference: str) -> str | None:
     """The reason why these rows are no pairs, or None. reference: the label of `theirs`"""
-    for row in (*ours, *theirs):
-        name = row["pos_emb"]
+    rows = [*ours, *theirs]
+    for row in rows:
         if row["loss"] is None:
-            return f"{name}: {row.get('reason') or 'no loss'}"
+            return f"{row['pos_emb']}: {row.get('reason') or 'no loss'}"
         if not row.get("window_losses") or not row.get("text"):
+            name = row["pos_emb"]
             return f"{name}: no losses by window in its results - measure it again with evaluate.py"
-    if {row.get("text") for row in ours} != {row.get("text") for row in theirs}:
+    if {row.get("region") for row in ours} != {row.get("region") for row in theirs}:
         if ours[0].get("protocol") == LONGPPL:
             return OTHER_KEYS.format(reference)
         return (
             f"it was scored on other text than {reference}"
             " - evaluate both on the same data_path, split and lengths"
         )
+    if any(_pieces(members) is None for members in grouped(rows, ["region"])):
+        return "old rows without losses of blocks - measure them again"
+    return None
+
+
+def _pieces(rows: Sequence[Row]) -> str | None:
+    """The key of losses that all rows of one region have of the same pieces, or None."""
+    for key, sizes in (("block_losses", "block_tokens"), ("window_losses", "window_tokens")):
+        parts = {(len(row.get(key) or ()), *(row.get(sizes) or ())) for row in rows}
+        if len(parts) == 1 and (0,) not in parts:
+            return key
     return None
 
 
 def over_text(ours: Sequence[Row], theirs: Sequence[Row]) -> TextEstimate:
     """The mean difference block by block if all rows have blocks, else window by window.
 
-    Runs that scored the same text are averaged first.
+    Runs that scored the same targets are averaged first.
     """
-    has_blocks = all(row.get("block_losses") for row in (*ours, *theirs))
+    regions = grouped([*ours, *theirs], ["region"])
+    has_blocks = all(_pieces(members) == "block_losses" for members in regions)
     key = "block_losses" if has_blocks else "window_losses"
-    first_of: dict[str | None, Row] = {}
-    for row in ours:
-        first_of.setdefault(row.get("text"), row)
     differences: list[float] = []
     sizes: list[int] = []
     weights: list[float] = []
-    for text, first in first_of.items():
+    for first, *_ in regions:
         means = []
         for rows in (ours, theirs):
-            losses = [row.get(key, []) for row in rows if row.get("text") == text]
-            means.append(np.mean(losses, axis=0))
+            members = [row for row in rows if row.get("region") == first.get("region")]
+            means.append(np.mean([row.get(key) or [] for row in members], axis=0))
         differences += (means[0] - means[1]).tolist()
         mean_tokens = first["tokens"] / first["windows"]
-        of_windows = first.get("window_tokens") or [mean_tokens] * first["windows"]
+        window_tokens = first.get("window_tokens") or [mean_tokens] * first["windows"]
         if not has_blocks:
-            weights += of_windows
+            weights += window_tokens
             continue
-        of_blocks = first.get("block_tokens") or [BLOCK] * len(first.get("block_losses", []))
-        weights += of_blocks
+        block_tokens = first.get("block_tokens") or [BLOCK] * len(first.get("block_losses") or [])
+        weights += block_tokens
         # A long window holds several blocks; a block may span several short windows.
-        starts = np.cumsum([0, *of_blocks[:-1]])
-        window_of_block = np.searchsorted(np.cumsum(of_windows), starts, side="right")
+        starts = np.cumsum([0, *block_tokens[:-1]])
+        window_of_block = np.searchsorted(np.cumsum(window_tokens), starts, side="right")
         blocks_that_begin = np.bincount(window_of_block)
         sizes += blocks_that_begin[blocks_that_begin > 0].tolist()
-    windows = sum(row["windows"] for row in first_of.values())
+    windows = sum(members[0]["windows"] for members in regions)
     if has_blocks:
         estimate = mean_of_blocks(differences, sizes, weights)
         return TextEstimate(estimate, "blocks", windows, tokens=float(np.mean(weights)))
     estimate = mean_of(differences, weights)
-    tokens = ours[0]["tokens"] / ours[0]["windows"]
-    return TextEstimate(estimate, "windows", windows, tokens)
+    return TextEstimate(estimate, "windows", windows, ours[0]["tokens"] / ours[0]["windows"])

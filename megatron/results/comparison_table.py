@@ -22,72 +22,60 @@ def tables(
 
     bits_per_byte: with a column of them
     """
-    parts = []
-    for table in tables_of(comparisons, bits_per_byte=bits_per_byte):
-        parts.append(table.markdown() if markdown else table.text())
+    shown = tables_of(comparisons, bits_per_byte=bits_per_byte)
+    parts = [table.markdown() if markdown else table.text() for table in shown]
     line_break = "  \n" if markdown else "\n"
-    parts.append(line_break.join(how_made(comparisons)))
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, line_break.join(how_made(comparisons))])
 
 
 def tables_of(comparisons: Sequence[Comparison], *, bits_per_byte: bool = False) -> list[Table]:
-    """A table for each setting and length."""
-    places: dict[tuple[str, int], list[Comparison]] = {}
-    for one in comparisons:
-        places.setdefault((one.setting, one.length), []).append(one)
-    found = []
-    for (setting, length), group in places.items():
-        lines = []
-        for one in group:
-            difference, ratio, n_eff, p = "", "", "", ""
-            intervals = dict.fromkeys(HEADINGS.values(), "")
-            if one.difference:
-                mean = one.difference.mean
-                difference = f"{mean:+.4f}"
-                ratio = _ratio(mean)
-            if one.interval:
-                low, high = one.interval
-                heading = HEADINGS[one.is_claim]
-                intervals[heading] = f"[{low:+.4f}, {high:+.4f}]"
-                ratio = f"{ratio} [{_ratio(low)}, {_ratio(high)}]"
-            if one.p is not None:
-                p = f"{one.p:.4f}" if one.p >= 1e-4 else "<0.0001"
-            if one.over_text and one.over_text.estimate.n_eff is not None:
-                estimate = one.over_text.estimate
-                n_eff = f"{estimate.n_eff:.0f} of {estimate.n} {one.over_text.unit}"
-            seeds = set(one.seeds)
-            perplexity = f"{one.mark}{cell(one.perplexity)}"
-            line = {
-                "encoding": one.encoding,
-                "seeds": str(len(seeds)),
-                "perplexity": with_spread(perplexity, one.std),
-                f"loss - {one.reference}": difference,
-                "bits per byte": bits(one.bits_per_byte),
-                **intervals,
-                "ratio [95 %]": ratio,
-                "p": p,
-                "n_eff": n_eff,
-            }
-            lines.append(line)
+    """A table for each setting, length and reference."""
+    places: dict[tuple[str, int, str], list[Comparison]] = {}
+    for pair in comparisons:
+        places.setdefault((pair.setting, pair.length, pair.reference), []).append(pair)
+    return [_table(group, bits_per_byte) for group in places.values()]
 
-        # Columns of intervals and p are there only if some encoding has one.
-        optional = {*HEADINGS.values(), "p"}
-        head = [key for key in lines[0] if key not in optional or any(line[key] for line in lines)]
-        if not bits_per_byte:
-            head.remove("bits per byte")
-        body = [[line[key] for key in head] for line in lines]
-        notes = [f"{one.encoding}: {one.reason}" for one in group if one.reason]
-        for one in group:
-            if one.other_differences:
-                note = f"differs from {one.reference} in more than the encoding"
-                notes.append(f"{one.encoding}: {note}: {one.other_differences}")
-            too_few = 1 < len(one.by_seed) < SEEDS
-            if too_few or one.seeds_disagree:
-                losses = [f"{loss:+.4f} (seed {seed})" for seed, loss in one.by_seed.items()]
-                note = f"{one.encoding} by seed: {', '.join(losses)}"
-                notes.append(f"{note}; seeds disagree in sign" if one.seeds_disagree else note)
-        found.append(Table(head, body, notes, title=f"length {length}: {setting}"))
-    return found
+
+def _table(pairs: Sequence[Comparison], bits_per_byte: bool) -> Table:
+    lines = []
+    notes = [f"{pair.encoding}: {pair.reason}" for pair in pairs if pair.reason]
+    for pair in pairs:
+        difference, over_text = pair.difference, pair.over_text
+        line = {
+            "encoding": pair.encoding,
+            "seeds": str(len(set(pair.seeds))),
+            "perplexity": with_spread(f"{pair.mark}{cell(pair.perplexity)}", pair.std),
+            f"loss - {pair.reference}": f"{difference.mean:+.4f}" if difference else "",
+            "bits per byte": bits(pair.bits_per_byte),
+            **dict.fromkeys(HEADINGS.values(), ""),
+            "ratio [95 %]": _ratio(difference.mean) if difference else "",
+            "p": "",
+            "n_eff": "",
+        }
+        if pair.interval:
+            line[HEADINGS[pair.is_claim]] = "[{:+.4f}, {:+.4f}]".format(*pair.interval)
+            line["ratio [95 %]"] += " [{}, {}]".format(*map(_ratio, pair.interval))
+        if pair.p is not None:
+            line["p"] = f"{pair.p:.4f}" if pair.p >= 1e-4 else "<0.0001"
+        if over_text and over_text.estimate.n_eff is not None:
+            estimate = over_text.estimate
+            line["n_eff"] = f"{estimate.n_eff:.0f} of {estimate.n} {over_text.unit}"
+        lines.append(line)
+        if pair.other_differences:
+            note = f"differs from {pair.reference} in more than the encoding"
+            notes.append(f"{pair.encoding}: {note}: {pair.other_differences}")
+        if 1 < len(pair.by_seed) < SEEDS or pair.seeds_disagree:
+            losses = [f"{loss:+.4f} (seed {seed})" for seed, loss in pair.by_seed.items()]
+            disagree = "; seeds disagree in sign" if pair.seeds_disagree else ""
+            notes.append(f"{pair.encoding} by seed: {', '.join(losses)}{disagree}")
+
+    # Columns of intervals and p are there only if some encoding has one.
+    optional = {*HEADINGS.values(), "p"}
+    head = [key for key in lines[0] if key not in optional or any(line[key] for line in lines)]
+    if not bits_per_byte:
+        head.remove("bits per byte")
+    body = [[line[key] for key in head] for line in lines]
+    return Table(head, body, notes, title=f"length {pairs[0].length}: {pairs[0].setting}")
 
 
 REPAIRS = ("as trained", "clipped", "log n", "clipped, log n", "window")

@@ -1,21 +1,19 @@
 """Files of results: JSON lines, written whole, read with the file and line of every fault."""
 
+import itertools
 import json
-import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Required, cast
 
-import numpy as np
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from megatron.errors import CONTROL, UserError
 from megatron.files import read_small, stream, write_output
-from megatron.results.row import BLOCK, TASK, Facts, Row, measurement_of, with_facts
-from megatron.results.statistics import perplexity_of
+from megatron.results.row import BLOCK, Facts, Row, measurement_of, with_facts, with_regions
 from megatron.strict_json import parse
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -23,7 +21,6 @@ LINES = b'"config_hash"'  # what files of lines have in them
 CHECKSUM = "checksum"  # the last key of a line: part of the file, not of the row
 LARGEST = 1 << 30  # bytes of a file: a log of a million steps has 250 MB
 WHOLE = 2**63  # whole numbers are smaller
-ROUNDING = 2e-6  # losses of windows and blocks are written with six digits
 adapter = cache(TypeAdapter)  # of the kinds of lines
 ACCURACIES = ("accuracy", "token_accuracy")
 COUNTS = ("length", "tokens", "windows")  # at least one of each
@@ -70,7 +67,7 @@ def read_results(paths: Iterable[str | Path]) -> list[Row]:
             if cell and not row.get("cell"):
                 row = with_facts(row, {"sweep": replaced.get("sweep"), "cell": cell})
             rows[measurement] = row
-    return list(rows.values())
+    return with_regions(list(rows.values()))
 
 
 def training_log(path: Path) -> list[Record]:
@@ -145,7 +142,7 @@ def read_lines(path: Path, *, kind: type, writer: str) -> list[Facts]:
         raise UserError(f"{path}: there is no such results file - {writer} writes one") from None
     except OSError as fault:
         raise UserError(f"{path}: cannot be read ({fault.strerror}) - {give}") from None
-    found = []
+    rows = []
     for number, text in enumerate(content.splitlines(), 1):
         where = f"{path}, line {number}"
         try:
@@ -171,10 +168,10 @@ def read_lines(path: Path, *, kind: type, writer: str) -> list[Facts]:
             )
         if fault := fault_of(facts, kind):
             raise UserError(f"{where}: {fault} - {again}")
-        found.append(facts)
-    if not found:
+        rows.append(facts)
+    if not rows:
         raise UserError(f"{path}: is empty - leave it out, or write results with {writer}")
-    return found
+    return rows
 
 
 # --- What every line must be ---
@@ -200,7 +197,7 @@ def fault_of(line: Mapping[str, Any], kind: type) -> str | None:
         unanswered = key == "tokens" and line.get("reason")  # retrieval: no target was asked
         if key in line and line[key] < (0 if unanswered else 1):
             return f"its {key} is {line[key]}, not 1 or more"
-    return _disagreement(line) if kind is Row else None
+    return _misfit(line) if kind is Row else None
 
 
 def _values(value: Any) -> Iterator[Any]:
@@ -208,60 +205,37 @@ def _values(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         yield from value
         value = list(value.values())
-    if not isinstance(value, list):
+    if isinstance(value, list):
+        for element in value:
+            yield from _values(element)
+    else:
         yield value
-        return
-    for one in value:
-        yield from _values(one)
 
 
-def _disagreement(row: Mapping[str, Any]) -> str | None:
-    """How two numbers of a row that say the same thing differ, or None."""
-    loss, perplexity = row["loss"], row["perplexity"]
-    first = row.get("tail") or row["length"]
-    further = row.get("tail") or row.get("stride") or row["length"]
-    scored = first + (row["windows"] - 1) * further
-    fits = row.get("all_tokens", row["tokens"]) == scored and row["tokens"] <= scored
-    if row.get("protocol") == TASK:  # answers alone are scored, at least a token of each
-        fits = row["windows"] <= row["tokens"] <= scored
-    if not fits:
-        windows = f"{row['windows']} windows of {row['length']}"
-        return f"its tokens are {row['tokens']:,}, but its {windows} score {scored:,}"
-    if loss is None:
-        known = [key for key in ("perplexity", *ACCURACIES) if row.get(key) is not None]
-        return f"its loss is null, its {known[0]} {row[known[0]]:g}" if known else None
-    if loss < 0:
+def _misfit(row: Mapping[str, Any]) -> str | None:
+    """Which numbers of a row cannot stand together, or None: tables and intervals count on them."""
+    loss, windows = row["loss"], row["windows"]
+    numbers = [key for key in ("perplexity", *ACCURACIES) if row.get(key) is not None]
+    if loss is None and numbers:
+        return f"its loss is null, its {numbers[0]} {row[numbers[0]]:g}"
+    if loss is not None and loss < 0:
         return f"its loss is {loss:g}, below 0"
-    expected = perplexity_of(loss)
-    if not math.isclose(perplexity or math.inf, expected or math.inf):
-        return f"its perplexity is {perplexity}, but exp({loss:g}) is {expected}"
-    windows = row.get("window_losses") or []
+    some_are_empty = "all_tokens" in row
+    for key in ("window_losses", "window_accuracies"):
+        count = len(row.get(key) or ())
+        if count != windows and count and not (some_are_empty and count < windows):
+            return f"it has {count} {key} of {windows} windows"
     blocks = row.get("block_losses") or []
-    positions = row.get("position_losses") or []
-    of_windows = row.get("window_tokens") or [1] * len(windows)
-    of_blocks = row.get("block_tokens") or [BLOCK] * len(blocks)
-    of_positions = np.diff(row.get("position_edges") or [0])
-    some_are_empty = "all_tokens" in row and len(windows) < row["windows"]
-    shares = row.get("window_accuracies") or []
-    for key, parts in (("window_losses", windows), ("window_accuracies", shares)):
-        if parts and len(parts) != row["windows"] and not some_are_empty:
-            return f"it has {len(parts)} {key} of {row['windows']} windows"
-    accuracies = [row.get(key) or 0 for key in ACCURACIES]
-    if not all(0 <= share <= 1 for share in (*accuracies, *shares)):
-        return "it has an accuracy that is not between 0 and 1"
-    right = shares.count(1)
-    if shares and not math.isclose(accuracies[0] * len(shares), right, abs_tol=0.01):
-        return f"its accuracy is {accuracies[0]:g}, but {right} of {len(shares)} answers are right"
-    if blocks and sum(of_blocks) != row["tokens"]:
-        return f"its blocks have {sum(of_blocks)} tokens, the row {row['tokens']}"
-    for key, losses, tokens in (
-        ("window_losses", windows, of_windows),
-        ("block_losses", blocks, of_blocks),
-        ("position_losses", positions, of_positions),
+    block_tokens = row.get("block_tokens") or [BLOCK] * len(blocks)
+    edges = row.get("position_edges") or [0]
+    for key, sizes in (
+        ("window_losses", row.get("window_tokens")),
+        ("block_losses", block_tokens),
+        ("position_losses", [end - start for start, end in itertools.pairwise(edges)]),
     ):
-        if len(losses) != len(tokens) or min(tokens, default=1) < 1:
-            return f"its {len(losses)} {key} do not fit their {len(tokens)} numbers of tokens"
-        mean = np.average(losses, weights=tokens) if losses else loss
-        if not math.isclose(mean, loss, rel_tol=1e-9, abs_tol=ROUNDING):
-            return f"its loss is {loss:.6f}, but the mean of its {key} {mean:.6f}"
+        count = len(row.get(key) or ())
+        if sizes is not None and (len(sizes) != count or min(sizes, default=1) < 1):
+            return f"its {count} {key} do not fit their {len(sizes)} numbers of tokens"
+    if blocks and sum(block_tokens) != row["tokens"]:
+        return f"its blocks have {sum(block_tokens)} tokens, the row {row['tokens']}"
     return None

@@ -56,7 +56,7 @@ def gains_of(rows: Sequence[Row]) -> list[Gain]:
         windows = long.get("window_tokens") or [long["tokens"] // long["windows"]] * long["windows"]
         ends = np.cumsum(windows)
         whole = int(np.searchsorted(ends, count, side="right"))
-        if long.get("text") == short.get("text") and whole:
+        if long.get("region") == short.get("region") and whole:
             after_short, after_long = (np.array(one[: ends[whole - 1]]) for one in losses)
             gains = after_short - after_long
             found.append(Gain(short, long, gains, windows[:whole]))

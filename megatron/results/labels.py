@@ -1,6 +1,6 @@
 """Labels: rows by what they measured, and the label that `--against` means."""
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from megatron.errors import UserError
 from megatron.results.row import (
@@ -12,6 +12,7 @@ from megatron.results.row import (
     KIND_LABELS,
     LABELS,
     OF_TRAINING,
+    RUN,
     SETTING,
     SHOWN_IF_SET,
     TASK,
@@ -23,10 +24,11 @@ from megatron.results.row import (
     Question,
     Row,
     by_text,
+    cell_of,
     encoding_of,
+    grouped,
     identity,
     plain,
-    run_of,
     text_of,
     value_of,
     with_facts,
@@ -39,23 +41,20 @@ def axes_of(rows: Sequence[Question]) -> tuple[str, ...]:
     An axis such as window is called `trained window` if a model was evaluated with another one.
     The corpus to train on counts if models were evaluated on others, too.
     """
-    rows_of: dict[str, list[Question]] = {}
-    for row in rows:
-        for axis in row.get("cell") or {}:
-            rows_of.setdefault(axis, []).append(row)
     names: list[str] = []
-    for axis, found in rows_of.items():
-        trained = [(row.get("cell") or {})[axis] for row in found]
+    for axis in dict.fromkeys(axis for row in rows for axis in cell_of(row)):
+        members = [row for row in rows if axis in cell_of(row)]
+        pairs = {(plain(cell_of(row)[axis]), row.get("corpus")) for row in members}
         if axis in VARIANT:
-            for row, value in zip(found, trained, strict=True):
-                as_trained = with_facts(row, {axis: value})
-                if value_of(row, axis) != value_of(as_trained, axis):
-                    names.append(f"{TRAINED}{axis}")
-                    break
+            as_trained = [with_facts(row, {axis: cell_of(row)[axis]}) for row in members]
+            if [value_of(row, axis) for row in members] != [
+                value_of(row, axis) for row in as_trained
+            ]:
+                names.append(f"{TRAINED}{axis}")
         elif axis == CORPUS_AXIS:
-            measured = [row.get("corpus") for row in found]
-            pairs = {*zip(map(str, trained), measured, strict=True)}
-            if not len(pairs) == len({*map(str, trained)}) == len({*measured}):
+            if {len({trained for trained, _ in pairs}), len({text for _, text in pairs})} != {
+                len(pairs)
+            }:
                 names.append(axis)
         elif axis not in Row.__annotations__:
             names.append(axis)
@@ -64,16 +63,10 @@ def axes_of(rows: Sequence[Question]) -> tuple[str, ...]:
 
 def runs(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Rows by a label for each run on each text, shortest length first."""
-    groups: dict[Hashable, list[Row]] = {}
-    for number, of_text in enumerate(by_text(rows)):
-        for row in of_text:
-            group = groups.setdefault((number, run_of(row)), [])
-            group.append(row)
-    for group in groups.values():
-        group.sort(key=lambda row: row["length"])
+    groups = [group for text in by_text(rows) for group in grouped(text, RUN)]
+    groups = [sorted(group, key=lambda row: row["length"]) for group in groups]
     # What labels tell apart does not change with the length.
-    first_rows = [group[0] for group in groups.values()]
-    return dict(zip(labels_of(first_rows, LABELS), groups.values(), strict=True))
+    return dict(zip(labels_of([group[0] for group in groups], LABELS), groups, strict=True))
 
 
 def sections(rows: Sequence[Row], keys: Iterable[str] = SETTING) -> dict[str, list[Row]]:
@@ -100,21 +93,16 @@ def kinds(rows: Sequence[AnyQuestion]) -> dict[str, list[AnyQuestion]]:
     each of them is a kind of its own.
     """
     axes = axes_of(rows)
-    groups: dict[Hashable, list[AnyQuestion]] = {}
-    for row in rows:
-        groups.setdefault(identity(row, (*KIND, *axes)), []).append(row)
-    found = list(groups.values())
+    groups = grouped(rows, (*KIND, *axes))
     for key in ("config_hash", "checkpoint"):
-        parts: dict[Hashable, list[AnyQuestion]] = {}
-        for number, group in enumerate(found):
-            seeds = {identity(row, (*SETTING, "seed")) for row in group}
+        parts = []
+        for group in groups:
             measured = {identity(row, (*SETTING, "seed", key)) for row in group}
-            for row in group:
-                part = row.get(key) if len(measured) > len(seeds) else None
-                parts.setdefault((number, part), []).append(row)
-        found = list(parts.values())
-    labels = labels_of([group[0] for group in found], KIND_LABELS, axes)
-    return dict(zip(labels, found, strict=True))
+            several = len(measured) > len({values[:-1] for values in measured})
+            parts += grouped(group, [key]) if several else [group]
+        groups = parts
+    labels = labels_of([group[0] for group in groups], KIND_LABELS, axes)
+    return dict(zip(labels, groups, strict=True))
 
 
 def axes_beside(rows: Sequence[Question]) -> list[str]:
@@ -122,14 +110,11 @@ def axes_beside(rows: Sequence[Question]) -> list[str]:
 
     The others only name the encoding, such as a recipe with options of its own.
     """
+    encoding = ("pos_emb", "pos_emb_args")
     axes = []
     for axis in axes_of(rows):
-        encodings: dict[object, set[str]] = {}
-        for row in rows:
-            value = (row.get("cell") or {}).get(axis)
-            encoding = plain([row["pos_emb"], row.get("pos_emb_args")])
-            encodings.setdefault(value, set()).add(encoding)
-        if max(map(len, encodings.values())) > 1:
+        values = grouped(rows, [axis])
+        if len(grouped(rows, [axis, *encoding])) > len(values):
             axes.append(axis)
     return axes
 
@@ -143,7 +128,7 @@ def other_differences(ours: Question, theirs: Question, axes: Sequence[str]) -> 
     differences = {}
     for key in ("dtype", *OF_TRAINING, *axes):
         first, second = (
-            value_of(row, key) or FROM_SCRATCH.get(key) or (row.get("cell") or {}).get(key)
+            value_of(row, key) or FROM_SCRATCH.get(key) or cell_of(row).get(key)
             for row in (ours, theirs)
         )
         if None not in (first, second) and first != second and key != ENCODING_AXIS:
@@ -167,34 +152,30 @@ def labels_of(
     An unusual value of how a row was evaluated is named wherever rows differ in it, whatever the
     encoding; an unusual kind of layers, gate or optimizer always. An unknown value adds no word.
     """
-    if axes is None:
-        axes = axes_of(rows)
-    labels = list(names or map(encoding_of, rows))
-    measured = [key for key in keys if key not in BOOKKEEPING]
-    bookkeeping = [key for key in keys if key in BOOKKEEPING]
-    for key in (*measured, *axes, *bookkeeping):
+    labels = [*names] if names else [encoding_of(row) for row in rows]
+    axes = axes_of(rows) if axes is None else axes
+    for key in sorted((*keys, *axes), key=lambda key: (key in BOOKKEEPING, key not in keys)):
         values = [value_of(row, key) for row in rows]
-        values_of: dict[str, set[str]] = {}
-        for label, value in zip(labels, values, strict=True):
-            values_of.setdefault(label, set()).add(plain(value))
-        rows_differ = len(set(map(plain, values))) > 1
+        words = [plain(value) for value in values]
+        if len({*words}) == 1 and key not in SHOWN_IF_SET:
+            continue
+        words_of: dict[str, set[str]] = {}
+        for label, word in zip(labels, words, strict=True):
+            words_of.setdefault(label, set()).add(word)
         for number, value in enumerate(values):
-            if value is None:
-                continue
-            named = rows_differ and key in VARIANT and value != USUAL.get(key)
-            named = named or key in SHOWN_IF_SET
-            if named or len(values_of[labels[number]]) > 1:
-                labels[number] += f", {key} {plain(value)}"
+            unusual = key in SHOWN_IF_SET or (key in VARIANT and value != USUAL.get(key))
+            if value is not None and (unusual or len(words_of[labels[number]]) > 1):
+                labels[number] += f", {key} {words[number]}"
     return labels
 
 
 def select(against: str, kinds: Mapping[str, Sequence[Question]]) -> str:
     """The label that `--against` means among rows by label; UserError for none and for several."""
-    found = matching(against, kinds)
-    if len(found) == 1:
-        return found[0]
-    choices = ", ".join(repr(label) for label in found or kinds)
-    problem = "means several encodings" if found else "is no encoding of these results"
+    labels = matching(against, kinds)
+    if len(labels) == 1:
+        return labels[0]
+    choices = ", ".join(repr(label) for label in labels or kinds)
+    problem = "means several encodings" if labels else "is no encoding of these results"
     raise UserError(f"--against: {against!r} {problem} - choose one of {choices}")
 
 
@@ -204,23 +185,21 @@ def matching(against: str, kinds: Mapping[str, Sequence[Question]]) -> list[str]
     A text describes a row by the encoding and any of its facts, such as `mep_free, window none`.
     The label need not mention them.
     """
+
+    def describes(row: Question) -> bool:
+        text = against
+        for fact in sorted(facts_of(row), key=len, reverse=True):
+            text = text.replace(f", {fact}", "", 1)
+        return text in (row["pos_emb"], encoding_of(row))
+
     if against in kinds:
         return [against]
-    found = []
-    for label, rows in kinds.items():
-        for row in rows:
-            text = against
-            for fact in sorted(facts_of(row), key=len, reverse=True):
-                text = text.replace(f", {fact}", "", 1)
-            if text in (row["pos_emb"], encoding_of(row)):
-                found.append(label)
-                break
-    return found
+    return [label for label, rows in kinds.items() if any(map(describes, rows))]
 
 
 def facts_of(row: Question) -> set[str]:
     """Texts that describe a row, such as "window 512": its labels, axes and single options."""
-    options = [*(row.get("cell") or {}).items()]
+    options = [*cell_of(row).items()]
     for key in LABELS:
         value = row.get(key)
         options += [(key, value), (key, value_of(row, key))]

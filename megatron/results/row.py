@@ -19,6 +19,7 @@ CORPUS_AXIS = "data"  # the axis of a sweep that names the corpus to train on
 ENCODING_AXIS = (
     "encoding"  # the axis of a sweep whose names stand for encodings in tables and figures
 )
+DRAWN = ("paper", TASK)  # protocols whose windows are drawn, others for each length
 TRAINED = "trained "  # before the name of an axis that evaluation may change, such as window
 # Options of protocols that are keys of rows, by their role.
 SETTING_OPTIONS = [name for name, option in OPTIONS.items() if option.row == "setting"]
@@ -151,6 +152,7 @@ class Row(Question, Pieces, Answers, Collected, total=False):
 VARIANT = tuple(Variant.__annotations__)
 SETTING = (*Setting.__annotations__, *SETTING_OPTIONS)
 PLACE = ("length", "text", "tokens", *PLACE_OPTIONS, "key_text")
+PROTOCOL_OPTIONS = ("task_args", *PLACE_OPTIONS, *SETTING_OPTIONS)
 PIECES = tuple(Pieces.__annotations__)
 BYTES = ("bytes", "bytes_from", "bits_per_byte")
 EXACT, MEAN = "tokenizer", "card"  # values of bytes_from
@@ -219,8 +221,7 @@ def value_of(row: Question, key: str) -> Any:
     A window of train_length is that many tokens. An axis that repeats the corpus has no value.
     """
     if key not in Row.__annotations__:
-        cell = row.get("cell") or {}
-        value = cell.get(key.removeprefix(TRAINED))
+        value = cell_of(row).get(key.removeprefix(TRAINED))
         if value is None or value == row.get("corpus"):
             return None
         return str(value)
@@ -230,6 +231,11 @@ def value_of(row: Question, key: str) -> Any:
     if value is None or value is False:
         return DEFAULTS.get(key)
     return value
+
+
+def cell_of(row: Question) -> Facts:
+    """The point of its sweep's grid that a row belongs to: {axis: value}; {} without a sweep."""
+    return row.get("cell") or {}
 
 
 def plain(value: Any) -> str:
@@ -261,15 +267,6 @@ def measurement_of(row: Row) -> tuple[Hashable, ...]:
     return identity(row, (*RUN, *PLACE))
 
 
-COMPARED = (*SETTING, *(key for key in PLACE if key != "text"))
-"""What must agree for two rows to be compared, beside the text: runs of each seed may have one."""
-
-
-def place_of(row: Row) -> tuple[Hashable, ...]:
-    """Values that must agree for two rows to be compared."""
-    return identity(row, COMPARED)
-
-
 def agrees(row: Mapping[str, Any], question: Mapping[str, Any]) -> bool:
     """Whether a row has every fact of a question, so that it is its answer."""
     for key, value in question.items():
@@ -291,7 +288,7 @@ def text_of(row: Question) -> str:
 
 def encoding_of(row: Question) -> str:
     """The encoding's name in tables and figures, such as p_rope: a sweep's own, or `pos_emb`."""
-    return (row.get("cell") or {}).get(ENCODING_AXIS) or row["pos_emb"]
+    return cell_of(row).get(ENCODING_AXIS) or row["pos_emb"]
 
 
 def shown_fact(row: Question, key: str) -> Any:
@@ -318,55 +315,64 @@ def with_facts(row: AnyQuestion, facts: Mapping[str, Any]) -> AnyQuestion:
 # --- Rows together ---
 
 
+def grouped(
+    rows: Sequence[AnyQuestion], keys: Iterable[str], extra: Sequence[Hashable] = ()
+) -> list[list[AnyQuestion]]:
+    """Rows with equal values of some keys or axes, in the order of their first rows.
+
+    extra: a further value of each row
+    """
+    groups: dict[Hashable, list[AnyQuestion]] = {}
+    keys = tuple(keys)
+    for number, row in enumerate(rows):
+        values = (*identity(row, keys), *extra[number : number + 1])
+        groups.setdefault(values, []).append(row)
+    return list(groups.values())
+
+
+def with_regions(rows: Sequence[Row]) -> list[Row]:
+    """Rows of any age, each with its region.
+
+    Older rows have only a hash of the targets' tokens, `text` or `key_text`. Their region is that
+    of a newer row of the same tokens, or else this hash; without a hash, the number of targets.
+    """
+    tokens = [row.get("key_text") or row.get("text") or str(row["tokens"]) for row in rows]
+    regions = dict(zip(tokens, tokens, strict=True))
+    for key, row in zip(tokens, rows, strict=True):
+        if row.get("region", key) != key:
+            regions[key] = row.get("region", key)
+    migrated = []
+    for key, row in zip(tokens, rows, strict=True):
+        region = row.get("region", key)
+        migrated.append(with_facts(row, {"region": regions[key] if region == key else region}))
+    return migrated
+
+
 def by_text(rows: Sequence[Row], keys: Iterable[str] = SETTING) -> list[list[Row]]:
     """Rows of one setting and one text each: only their numbers stand in one table or figure.
 
     keys: the setting; without the tokenizer for numbers that can be compared between tokenizers
 
-    Rows of one length, and in the protocol `paper` of one seed, have the same text if its hash or,
-    in old rows, the number of its targets is the same. Rows of other lengths belong to them if
-    they lack less than one of their windows, which the end of the text leaves out; in `paper` and
-    `task`, where each length has its own windows, if these are as many. Rows of `longppl` have the
-    same text if their key tokens are the same. Rows that may belong to two texts belong to neither.
-    The order of the rows does not matter.
+    Rows of one setting have one text if they have one region at each length, and lengths differ by
+    less than a window, which the end of the text leaves out. If not, and always in `position` and
+    `longppl`, rows of one region have one text. In `paper` and `task` windows are drawn for each
+    length, in `paper` for each seed: as many of them are one text.
     """
-    keys = tuple(keys)
-    facts = (*keys, "tokenizer", "seed", "windows", *PLACE)
-    examples = {identity(row, facts): row for row in rows}
-    setting = len(keys)
-    fitting: dict[Hashable, frozenset[Hashable]] = {}
-    for key, row in examples.items():
-        fitting[key] = frozenset(
-            other
-            for other, example in examples.items()
-            if other[:setting] == key[:setting] and _same_text(row, example)
-        )
-    texts: dict[Hashable, list[Row]] = {}
+    layouts: list[Hashable] = []
     for row in rows:
-        text = fitting[identity(row, facts)]
-        is_one_text = all(fitting[key] >= text for key in text)
-        of_text = texts.setdefault(text if is_one_text else (text, _targets(row)), [])
-        of_text.append(row)
-    return list(texts.values())
-
-
-def _targets(row: Row) -> tuple[Hashable, ...]:
-    return row.get("tokenizer"), row.get("key_text") or row.get("text") or row["tokens"]
-
-
-def _same_text(row: Row, other: Row) -> bool:
-    if row.get("tokenizer") != other.get("tokenizer"):
-        return True  # the same characters have other tokens, and another hash
-    usual_strides = all(2 * one.get("stride", 0) == one["length"] for one in (row, other))
-    if row.get("stride") != other.get("stride") and not usual_strides:
-        return False
-    if _targets(row) == _targets(other):
-        return True
-    same_length = row["length"] == other["length"]
-    if row.get("protocol") in ("paper", TASK):  # windows are counted, and drawn for each length
-        of_each_seed = row.get("protocol") == "paper" and row.get("seed") != other.get("seed")
-        return (of_each_seed or not same_length) and row["windows"] == other["windows"]
-    if same_length or row.get("protocol") in ("position", LONGPPL):
-        return False
-    fewer = row if row["tokens"] < other["tokens"] else other
-    return 0 < abs(row["tokens"] - other["tokens"]) < fewer["length"]
+        stride = row.get("stride", 0)
+        usual = None if 2 * stride == row["length"] else stride
+        layouts.append(row["windows"] if row.get("protocol") in DRAWN else usual)
+    texts = []
+    for group in grouped(rows, keys, layouts):
+        protocol = group[0].get("protocol")
+        one_text = protocol not in ("position", LONGPPL)
+        for members in grouped(group, ["tokenizer"]):
+            place = ["length", "seed"] if protocol == "paper" else ["length"]
+            regions = len(grouped(members, [*place, "region"]))
+            counts = sorted((row["tokens"], row["length"]) for row in members)
+            rest = counts[-1][0] - counts[0][0]
+            ends_alike = protocol in DRAWN or rest < counts[0][1]
+            one_text = one_text and ends_alike and regions == len(grouped(members, place))
+        texts += [group] if one_text else grouped(group, ["region"])
+    return texts

@@ -5,11 +5,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from statistics import NormalDist
 
 import numpy as np
+import scipy  # loads scipy.stats at its first use: it takes a second
 from numpy.typing import ArrayLike, NDArray
-from scipy import special
 
 Array = NDArray[np.float64]
 
@@ -47,8 +46,8 @@ class Estimate:
         if self.stderr is None:
             return None
         if self.stderr == 0:
-            return 1.0 if self.mean == 0 else 0.0
-        return 2 * t_distribution(-abs(self.mean) / self.stderr, self.df)
+            return float(self.mean == 0)
+        return float(2 * scipy.stats.t.cdf(-abs(self.mean) / self.stderr, self.df))
 
 
 def mean_of(values: ArrayLike, weights: ArrayLike | None = None) -> Estimate:
@@ -63,13 +62,10 @@ def mean_of(values: ArrayLike, weights: ArrayLike | None = None) -> Estimate:
     block = block_length(n)
     if n < FEWEST:
         return Estimate(mean, None, 0, n, block, None)
-    ones = np.ones(block)
-    sums = np.convolve(deviation, ones, mode="valid")  # of overlapping batches
-    batches = sums / block
+    batches = np.convolve(deviation, np.ones(block), mode="valid") / block  # overlapping
     scale = n * block / ((n - block + 1) * (n - block))
     long_run = float(scale * (batches**2).sum())
-    own = float(deviation.var(ddof=1))
-    return _estimate(mean, long_run, df_of_batches(n), n, block, own)
+    return _estimate(mean, long_run, df_of_batches(n), n, block, deviation.var(ddof=1))
 
 
 def mean_of_blocks(
@@ -89,31 +85,27 @@ def mean_of_blocks(
     n = len(deviation)
     if n < FEWEST:
         return Estimate(mean, None, 0, n, 1, None)
-    windows, in_window = len(sizes), sizes[0]
-    if any(size != in_window for size in sizes):
-        windows, in_window = 1, n  # one window of all blocks
-    waves = slow_waves(windows, in_window)
-    amplitudes = waves.T @ deviation  # [waves]
+    shape = len(sizes), sizes[0]  # windows, blocks of a window
+    if any(size != sizes[0] for size in sizes):
+        shape = 1, n  # one window of all blocks
+    amplitudes = slow_waves(*shape).T @ deviation  # [waves]
     long_run = float((amplitudes**2).mean())
     df = len(amplitudes)
 
     if 1 < len(sizes) < n:
         # n times the variance of the mean, from independent windows.
         between_df = len(sizes) - 1
-        starts = np.cumsum([0, *sizes[:-1]])
-        sums = np.add.reduceat(deviation, starts)  # [windows]
+        sums = np.add.reduceat(deviation, np.cumsum([0, *sizes[:-1]]))  # [windows]
         between = float(len(sizes) / between_df * (sums**2).sum() / n)
         width = t_quantile(0.975, df) * math.sqrt(long_run)
         if t_quantile(0.975, between_df) * math.sqrt(between) > width:
             long_run, df = between, between_df
 
     # The variance of single blocks, around the mean of their position where windows repeat it.
-    own = float(deviation.var(ddof=1))
-    if windows > 1 and in_window > 1:
-        by_window = deviation.reshape(windows, in_window)
-        around = by_window - by_window.mean(axis=0)
-        own = float((around**2).sum()) / (in_window * (windows - 1))
-    return _estimate(mean, long_run, df, n, 1, own)
+    variance = deviation.var(ddof=1)
+    if min(shape) > 1:
+        variance = deviation.reshape(shape).var(axis=0, ddof=1).mean()
+    return _estimate(mean, long_run, df, n, 1, variance)
 
 
 def _mean_and_deviations(values: ArrayLike, weights: ArrayLike | None) -> tuple[float, Array]:
@@ -124,9 +116,11 @@ def _mean_and_deviations(values: ArrayLike, weights: ArrayLike | None) -> tuple[
     return mean, w * (x - mean) / w.mean()
 
 
-def _estimate(mean: float, long_run: float, df: int, n: int, block: int, own: float) -> Estimate:
-    """own: variance of one value; long_run: n times the variance of the mean"""
-    n_eff = float(n) if long_run <= 0 else min(float(n), n * own / long_run)
+def _estimate(
+    mean: float, long_run: float, df: int, n: int, block: int, variance: float
+) -> Estimate:
+    """variance: of one value; long_run: n times the variance of the mean"""
+    n_eff = float(n) if long_run <= 0 else min(float(n), n * float(variance) / long_run)
     return Estimate(mean, math.sqrt(long_run / n), df, n, block, n_eff)
 
 
@@ -160,11 +154,9 @@ def mean_over_seeds(values: ArrayLike) -> Estimate:
     """The mean of independent values, one for each seed."""
     x = np.asarray(values, dtype=np.float64)
     n = len(x)
-    mean = float(x.mean())
     if n == 1:
-        return Estimate(mean, None, 0, n, 1, None)
-    stderr = float(x.std(ddof=1) / math.sqrt(n))
-    return Estimate(mean, stderr, n - 1, n, 1, float(n))
+        return Estimate(float(x[0]), None, 0, n, 1, None)
+    return Estimate(float(x.mean()), float(scipy.stats.sem(x)), n - 1, n, 1, float(n))
 
 
 def block_length(n: int) -> int:
@@ -182,38 +174,22 @@ def df_of_batches(n: int) -> int:
     return max(1, min(n - 1, df))
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
+def holm(p_values: ArrayLike) -> list[float]:
     """Holm's adjusted p, in the order given.
 
     Where no difference is real, one of them is below alpha with probability alpha at most.
     """
-    order = np.argsort(p_values, kind="stable")
-    adjusted = [0.0] * len(p_values)
-    highest = 0.0
-    for rank, index in enumerate(order):
-        hypotheses_left = len(p_values) - rank
-        highest = max(highest, min(1.0, hypotheses_left * p_values[index]))
-        adjusted[index] = highest
-    return adjusted
-
-
-def t_distribution(t: float, df: int) -> float:
-    """P(T < t) of Student's t."""
-    return float(special.stdtr(df, t))
+    p = np.asarray(p_values, dtype=np.float64)
+    order = p.argsort(kind="stable")
+    corrected = p[order] * np.arange(len(p), 0, -1)  # times the hypotheses that are left
+    adjusted = np.maximum.accumulate(corrected).clip(max=1)
+    return adjusted[order.argsort()].tolist()
 
 
 @lru_cache(maxsize=256)
 def t_quantile(probability: float, df: int) -> float:
-    """The t with P(T < t) = probability."""
-    return float(special.stdtrit(df, probability))
-
-
-def t_power(shift: float, df: int, level: float) -> float:
-    """The power of a one-sided t test: P(T > quantile) of the noncentral t, T = (Z + shift) / S.
-
-    shift: mean of the differences in standard errors; level: the test's
-    """
-    return float(1 - special.nctdtr(df, shift, t_quantile(1 - level, df)))
+    """The t with P(T < t) = probability, of Student's t."""
+    return float(scipy.stats.t.ppf(probability, df))
 
 
 def values_needed(estimate: Estimate, distance: float, level: float, unit: str) -> int | None:
@@ -224,9 +200,9 @@ def values_needed(estimate: Estimate, distance: float, level: float, unit: str) 
     unit: seeds, windows or blocks; degrees of freedom are those of `mean_over_seeds` and `mean_of`,
         of blocks they grow as n^(2/3)
     """
-    stderr = estimate.stderr
-    if not stderr or not distance:
+    if not estimate.stderr or not distance:
         return None
+    shift_of_one = abs(distance) / estimate.stderr
 
     def suffices(n: int) -> bool:
         times = n / estimate.n
@@ -235,8 +211,9 @@ def values_needed(estimate: Estimate, distance: float, level: float, unit: str) 
             df = df_of_batches(n)
         elif unit == "blocks":
             df = math.floor((estimate.df + 1) * times ** (2 / 3)) - 1
-        shift = abs(distance) / stderr * math.sqrt(times)
-        return t_power(shift, max(1, min(df, LIKE_NORMAL)), level) >= POWER
+        df = max(1, min(df, LIKE_NORMAL))
+        shift = shift_of_one * math.sqrt(times)  # of the noncentral t
+        return scipy.stats.nct.sf(t_quantile(1 - level, df), df, shift) >= POWER
 
     most = FEWEST
     while not suffices(most):
@@ -276,15 +253,11 @@ def half_octaves(edges: Sequence[int], values: Sequence[float]) -> tuple[list[fl
     """
     starts = np.asarray(edges[:-1])
     widths = np.diff(edges)
-    octaves = np.log2(np.maximum(starts, 1))
-    bins = np.floor(2 * octaves)
+    bins = np.floor(2 * np.log2(np.maximum(starts, 1)))
     _, firsts = np.unique(bins, return_index=True)
-
-    sums = np.add.reduceat(widths * values, firsts)
     sizes = np.add.reduceat(widths, firsts)
-    middles = starts[firsts] + sizes / 2
-    means = sums / sizes
-    return middles.tolist(), means.tolist()
+    means = np.add.reduceat(widths * values, firsts) / sizes
+    return (starts[firsts] + sizes / 2).tolist(), means.tolist()
 
 
 def wilson(mean: float, n: int) -> tuple[float, float]:
@@ -293,7 +266,7 @@ def wilson(mean: float, n: int) -> tuple[float, float]:
     mean: of n independent values from 0 to 1. Values between 0 and 1 vary less than successes and
     failures of the same mean, so for them the interval is wider than need be.
     """
-    z = NormalDist().inv_cdf(0.975)
-    shrunk = (mean + z**2 / (2 * n)) / (1 + z**2 / n)
-    half = z / (1 + z**2 / n) * math.sqrt(mean * (1 - mean) / n + z**2 / (4 * n**2))
+    z2 = float(scipy.special.ndtri(0.975)) ** 2 / n
+    shrunk = (mean + z2 / 2) / (1 + z2)
+    half = math.sqrt(z2 * (mean * (1 - mean) + z2 / 4)) / (1 + z2)
     return max(0.0, shrunk - half), min(1.0, shrunk + half)

@@ -14,9 +14,8 @@ from megatron.results.row import (
     MEAN,
     NOTES,
     PIECES,
-    PLACE_OPTIONS,
+    PROTOCOL_OPTIONS,
     SETTING,
-    SETTING_OPTIONS,
     TASK,
     USUAL,
     VARIANT,
@@ -68,22 +67,10 @@ class Table:
 
     def text(self) -> str:
         """For the terminal: the first column to the left, others to the right."""
-        lines = [self.head, *self.body]
-        columns = zip(*lines, strict=True)
-        first_width, *widths = [max(map(len, column)) for column in columns]
-        texts = []
-        for first, *others in lines:
-            padded = [first.ljust(first_width)]
-            for word, width in zip(others, widths, strict=True):
-                padded.append(word.rjust(width))
-            texts.append("  ".join(padded))
-        head, *body = texts
-        rule = "-" * len(head)
-        table = [head.rstrip(), rule, *body]
-        if self.title:
-            table.insert(0, self.title)
-        else:
-            table.append("")
+        head, *body = in_columns([self.head, *self.body], numbers=True)
+        width = len(head)
+        table = [head.rstrip(), "-" * width, *body]
+        table = [self.title, *table] if self.title else [*table, ""]
         return "\n".join([*table, *self.notes])
 
     def markdown(self) -> str:
@@ -99,13 +86,20 @@ class Table:
         return "\n".join(lines)
 
 
-def in_columns(lines: Sequence[Sequence[str]]) -> list[str]:
-    """A text line for each line of words. Every column begins at the same place in all of them."""
+def in_columns(lines: Sequence[Sequence[str]], *, numbers: bool = False) -> list[str]:
+    """A text line for each line of words. Every column begins at the same place in all of them.
+
+    numbers: all columns but the first end at the same place, and no line is shorter than others
+    """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     texts = []
     for words in lines:
         padded = [word.ljust(width) for word, width in zip(words, widths, strict=True)]
-        texts.append("  ".join(padded).rstrip())
+        if numbers:
+            right = zip(words[1:], widths[1:], strict=True)
+            padded[1:] = [word.rjust(width) for word, width in right]
+        text = "  ".join(padded)
+        texts.append(text if numbers else text.rstrip())
     return texts
 
 
@@ -125,11 +119,6 @@ def cell(perplexity: float | None) -> str:
 def bits(number: float | None) -> str:
     """Bits per byte for a table."""
     return "n/a" if number is None else f"{number:.4f}"
-
-
-def percent(number: float | None) -> str:
-    """A percentage for a table."""
-    return "n/a" if number is None else f"{number:.1f}"
 
 
 def mean_and_std(values: Sequence[float | None]) -> tuple[float | None, float | None]:
@@ -171,11 +160,26 @@ class Quantity:
         value = cast("Mapping[str, float | None]", row).get(self.key)
         return None if value is None else self.scale * value
 
+    def cells(self, rows: Sequence[Row]) -> dict[int, str]:
+        """The cell of each length: the mean over rows, ± their standard deviation."""
+        values: dict[int, list[float | None]] = {}
+        for row in rows:
+            values.setdefault(row["length"], []).append(self.of(row))
+        spreads = {length: mean_and_std(numbers) for length, numbers in values.items()}
+        return {
+            length: with_spread(self.form(mean), std) for length, (mean, std) in spreads.items()
+        }
+
+
+def _percent(number: float | None) -> str:
+    return "n/a" if number is None else f"{number:.1f}"
+
 
 PERPLEXITY = Quantity("perplexity", "perplexity", cell)
+OF_ALL_TARGETS = Quantity("all_perplexity", "over all targets, key tokens or not", cell)
 BITS = Quantity("bits_per_byte", "bits per byte", bits)
-TOKENS_RIGHT = Quantity("token_accuracy", "token accuracy: % of answer tokens right", percent, 100)
-ANSWERS_RIGHT = Quantity("accuracy", "accuracy: % of answers right in every token", percent, 100)
+TOKENS_RIGHT = Quantity("token_accuracy", "token accuracy: % of answer tokens right", _percent, 100)
+ANSWERS_RIGHT = Quantity("accuracy", "accuracy: % of answers right in every token", _percent, 100)
 
 
 def quantities_of(rows: Sequence[Row]) -> list[Quantity]:
@@ -202,22 +206,21 @@ def table(
     over_seeds: one line per encoding, mean ± standard deviation
     bits_per_byte: in place of others, whatever the tokenizers; UserError if no row has any
     """
-    keys, known = SETTING, rows
+    keys, shown = SETTING, rows
     if bits_per_byte:
         keys = tuple(key for key in SETTING if key != "tokenizer")
-        known = with_bits(rows)
-        if not known:
+        shown = with_bits(rows)
+        if not shown:
             raise UserError(f"--bits-per-byte: none of these rows has them - {MEASURE_AGAIN}")
-    texts = sections(known, keys)
+    texts = sections(shown, keys)
     parts = []
     for heading, group in texts.items():
         if len(texts) > 1:
             parts.append(heading)
         for quantity in [BITS] if bits_per_byte else quantities_of(group):
-            one = table_of_text(group, quantity, over_seeds=over_seeds)
-            parts.append(one.markdown() if markdown else one.text())
-    if len(known) < len(rows):
-        left_out = len(rows) - len(known)
+            of_text = table_of_text(group, quantity, over_seeds=over_seeds)
+            parts.append(of_text.markdown() if markdown else of_text.text())
+    if left_out := len(rows) - len(shown):
         parts.append(f"left out: {left_out} rows without bits per byte - {MEASURE_AGAIN}")
     return "\n\n".join(parts)
 
@@ -226,46 +229,23 @@ def table_of_text(rows: Sequence[Row], quantity: Quantity, *, over_seeds: bool =
     """The table of rows of one text, as `by_text` groups them."""
     groups = kinds(rows) if over_seeds else runs(rows)
     lengths = sorted({row["length"] for row in rows})
+    head = ["pos_emb", *starred(rows, lengths)]
     body = []
     for label, group in groups.items():
-        line = [label]
-        if over_seeds:
-            seeds = {row.get("seed") for row in group}
-            line.append(str(len(seeds)))
-        for length in lengths:
-            values = [quantity.of(row) for row in group if row["length"] == length]
-            mean, std = mean_and_std(values)
-            line.append(with_spread(quantity.form(mean), std) if values else "")
-        body.append(line)
-    head = ["pos_emb"]
-    if over_seeds:
-        head.append("seeds")
-    head += starred(rows, lengths)
+        cells = quantity.cells(group)
+        body.append([label, *(cells.get(length, "") for length in lengths)])
     notes = []
     if quantity in (PERPLEXITY, TOKENS_RIGHT):
-        notes += _notes(rows, groups, quantity, each=not over_seeds)
+        notes = _notes(rows, groups, quantity, each=not over_seeds)
     elif quantity is BITS:
-        counts = {}
-        for label, group in groups.items():
-            sizes = [row.get("bytes", 0) for row in group]
-            least, most = min(sizes), max(sizes)
-            size = from_to(f"{least:,.0f}", f"{most:,.0f}")
-            ways = {}
-            for row in group:
-                way = row.get("bytes_from", "")
-                ways[way] = COUNTED.get(way, f"bytes from {way}")
-            how = "; ".join(ways.values())
-            counts[label] = f"{size} bytes scored, {how}"
-        different = {*counts.values()}
-        if len(counts) > 1 and len(different) == 1:
-            counts = {"each": different.pop()}
-
-        notes += [f"{label}: {count}" for label, count in counts.items()]
-        tokenizers = {row.get("tokenizer") for row in rows}
-        if len(tokenizers) > 1:
-            notes.append(OTHER_TOKENIZERS)
-    if over_seeds and any(line[1] != "1" for line in body):
-        notes.append("mean ± standard deviation over seeds")
+        notes = _notes_on_bytes(rows, groups)
+    if over_seeds:
+        counts = [len({row.get("seed") for row in group}) for group in groups.values()]
+        head.insert(1, "seeds")
+        for line, count in zip(body, counts, strict=True):
+            line.insert(1, str(count))
+        if max(counts) > 1:
+            notes.append("mean ± standard deviation over seeds")
     return Table(head, body, notes, title=f"{quantity.name} on {setting(rows)}")
 
 
@@ -275,33 +255,25 @@ def starred(rows: Sequence[Row], lengths: Iterable[int]) -> list[str]:
     return [f"{length}*" if length in trained else str(length) for length in lengths]
 
 
-def by_length(rows: Sequence[Row], lengths: Iterable[int]) -> list[Row]:
+def by_length(rows: Sequence[Row], lengths: Sequence[int]) -> list[Row]:
     """The rows, where a row with losses by position becomes one row for each of `lengths`.
 
     Such a row measured all shorter lengths, too: the mean over the first positions of its windows.
     """
-    lengths = list(lengths)
-    found = []
+    cut = []
     for row in rows:
         if row["loss"] is None or "position_edges" not in row:
-            found.append(row)
+            cut.append(row)
             continue
-        losses = row.get("position_losses", [])
-        curve = prefix_curve(row["position_edges"], losses)
+        curve = prefix_curve(row["position_edges"], row.get("position_losses", []))
         # Losses of windows and blocks, and their bytes, are those of the whole windows.
-        whole = (*PIECES, *BYTES)
-        beginning = cast("Row", {key: row[key] for key in row if key not in whole})
+        beginning = cast("Row", {key: row[key] for key in row if key not in (*PIECES, *BYTES)})
         for length in lengths:
             loss = curve[length]
-            numbers = {
-                "length": length,
-                "tokens": row["windows"] * length,
-                "loss": loss,
-                "perplexity": perplexity_of(loss),
-            }
-            kept = beginning if length < row["length"] else row
-            found.append(with_facts(kept, numbers))
-    return found
+            numbers = {"length": length, "tokens": row["windows"] * length}
+            numbers |= {"loss": loss, "perplexity": perplexity_of(loss)}
+            cut.append(with_facts(beginning if length < row["length"] else row, numbers))
+    return cut
 
 
 def with_bits(rows: Sequence[Row]) -> list[Row]:
@@ -312,61 +284,69 @@ def with_bits(rows: Sequence[Row]) -> list[Row]:
 # --- Notes ---
 
 
+def _notes_on_bytes(rows: Sequence[Row], lines: Mapping[str, Sequence[Row]]) -> list[str]:
+    """How many bytes the rows of each line scored, and how these were counted."""
+    counts = {}
+    for label, group in lines.items():
+        sizes = [row.get("bytes", 0) for row in group]
+        size = from_to(f"{min(sizes):,.0f}", f"{max(sizes):,.0f}")
+        ways = dict.fromkeys(row.get("bytes_from", "") for row in group)
+        how = "; ".join(COUNTED.get(way, f"bytes from {way}") for way in ways)
+        counts[label] = f"{size} bytes scored, {how}"
+    if len(counts) > 1 and len({*counts.values()}) == 1:
+        counts = {"each": next(iter(counts.values()))}
+    notes = [f"{label}: {count}" for label, count in counts.items()]
+    if len({row.get("tokenizer") for row in rows}) > 1:
+        notes.append(OTHER_TOKENIZERS)
+    return notes
+
+
 def _notes(
-    rows: Sequence[Row], lines_of: Mapping[str, Sequence[Row]], quantity: Quantity, *, each: bool
+    rows: Sequence[Row], lines: Mapping[str, Sequence[Row]], quantity: Quantity, *, each: bool
 ) -> list[str]:
     """Notes: each run, why cells are empty, and what cannot be compared.
 
-    lines_of: the rows of each line of the table; each: a line for the facts of each run
+    lines: the rows of each line of the table; each: a line for the facts of each run
     """
-    lengths = {row["length"] for row in rows}
     groups = runs(rows)
-    shared = []
-    if len(groups) > 1:
-        shared = [key for key in NOTES if len({row.get(key) for row in rows}) == 1]
-    own = [key for key in NOTES if key not in shared]
+    differing = [key for key in NOTES if len({row.get(key) for row in rows}) > 1]
+    if len(groups) == 1:
+        differing = [*NOTES]
 
-    lines = []
-    if facts := _facts(rows[0], shared):
-        lines.append(f"each: {facts}")
+    def facts(row: Row, keys: Iterable[str]) -> str:
+        values = [(key, shown_fact(row, key)) for key in keys]
+        return ", ".join(NOTES[key].format(value) for key, value in values if value is not None)
+
+    notes = []
+    if shared := facts(rows[0], [key for key in NOTES if key not in differing]):
+        notes.append(f"each: {shared}")
+    lengths = {row["length"] for row in rows}
     if rows[0].get("protocol") in OTHER_TEXT and len(lengths) > 1:
-        lines.append(OTHER_TEXT_NOTE)
+        notes.append(OTHER_TEXT_NOTE)
     if guess := GUESSES.get(rows[0].get("corpus") or ""):
-        lines.append(f"guessing has {guess} % right")
+        notes.append(f"guessing has {guess} % right")
     epochs_of = {row["length"]: row.get("epochs") for row in rows if row.get("epochs")}
     for length, epochs in sorted(epochs_of.items()):
-        lines.append(REPEATED_TEXT.format(length=length, epochs=epochs))
+        notes.append(REPEATED_TEXT.format(length=length, epochs=epochs))
     trained: dict[int | None, list[str]] = {}
-    for label, group in lines_of.items():
+    for label, group in lines.items():
         trained.setdefault(trained_length(group[0]), []).append(label)
     for length in sorted(lengths & trained.keys()):
-        of_some = f" {length} of {'; '.join(trained[length])}" if len(trained) > 1 else ""
-        lines.append(f"* training length{of_some}")
-    for label, group in lines_of.items():
-        numbers = []
-        for length in sorted(lengths):
-            of_all = [row.get("all_perplexity") for row in group if row["length"] == length]
-            mean, std = mean_and_std(of_all)
-            if mean is not None:
-                numbers.append(f"{with_spread(cell(mean), std)} at {length}")
+        which = f" {length} of {'; '.join(trained[length])}" if len(trained) > 1 else ""
+        notes.append(f"* training length{which}")
+    for label, group in lines.items():
+        cells = sorted(OF_ALL_TARGETS.cells(group).items())
+        numbers = [f"{number} at {length}" for length, number in cells if number != "n/a"]
         if numbers:
-            lines.append(f"{label}: over all targets, key tokens or not: {', '.join(numbers)}")
+            notes.append(f"{label}: {OF_ALL_TARGETS.name}: {', '.join(numbers)}")
     for label, group in groups.items():
-        facts = _facts(group[0], own)
-        if each and facts:
-            lines.append(f"{label}: {facts}")
+        if each and (words := facts(group[0], differing)):
+            notes.append(f"{label}: {words}")
         refused = [row for row in group if quantity.of(row) is None]
         if refused:
             at = ", ".join(str(row["length"]) for row in refused)
-            reason = refused[0].get("reason") or "no reason given"
-            lines.append(f"{label}: n/a at {at}: {reason}")
-    return lines
-
-
-def _facts(row: Row, keys: Iterable[str]) -> str:
-    """Some of the noted keys of a row, such as "float32, step 1000, seed 1234"."""
-    facts = [(key, shown_fact(row, key)) for key in keys]
-    return ", ".join(NOTES[key].format(value) for key, value in facts if value is not None)
+            notes.append(f"{label}: n/a at {at}: {refused[0].get('reason') or 'no reason given'}")
+    return notes
 
 
 def setting(rows: Sequence[Row]) -> str:
@@ -375,34 +355,27 @@ def setting(rows: Sequence[Row]) -> str:
     A window of a task is a problem, and its tokens are those of the answer.
     """
     first = rows[0]
-    facts = []
-    if text := text_of(first):
-        facts.append(text)
-
-    tokens = [row["tokens"] for row in rows]
-    fewest, most = min(tokens), max(tokens)
-    counts = from_to(f"{fewest:,}", f"{most:,}")
+    protocol = first.get("protocol")
+    facts = [text_of(first)]
+    counts = sorted(row["tokens"] for row in rows)
+    tokens = from_to(f"{counts[0]:,}", f"{counts[-1]:,}")
     by_length = sorted(rows, key=lambda row: row["length"])
     sizes = [f"{row['windows']} x {row['length']}" for row in by_length]
-    windows = from_to(sizes[0], sizes[-1])
-    protocol = first.get("protocol")
     if protocol == TASK:
         problems = first["windows"]
-        facts.append(f"{problems} problems of the largest size that fits, {counts} answer tokens")
+        facts.append(f"{problems} problems of the largest size that fits, {tokens} answer tokens")
     else:
-        facts.append(f"{counts} tokens ({windows})")
-
-    if protocol:
+        facts.append(f"{tokens} tokens ({from_to(sizes[0], sizes[-1])})")
+    if protocol and len({row.get("protocol") for row in rows}) == 1:
         facts.append(f"protocol {protocol}")
-    if protocol == LONGPPL and most < FEW_KEYS:
-        facts.append(f"few key tokens: {counts} of {first.get('all_tokens', 0):,} targets")
-    for key in ("task_args", *PLACE_OPTIONS, *SETTING_OPTIONS):
-        values = {identity(row, (key,)) for row in rows}
+    if protocol == LONGPPL and counts[-1] < FEW_KEYS:
+        facts.append(f"few key tokens: {tokens} of {first.get('all_tokens', 0):,} targets")
+    for key in PROTOCOL_OPTIONS:
         value = first.get(key)
-        if len(values) == 1 and value is not None and (key, value) != ("start", 0):
+        shared = len({identity(row, [key]) for row in rows}) == 1
+        if shared and value is not None and (key, value) != ("start", 0):
             facts.append(f"{key} {plain(value)}")
-    facts += variant_of(rows)
-    return ", ".join(facts)
+    return ", ".join([*filter(None, facts), *variant_of(rows)])
 
 
 def from_to(first: object, last: object) -> str:

@@ -6,10 +6,11 @@ import numpy as np
 
 from megatron.results.comparison import compared
 from megatron.results.labels import kinds
+from megatron.results.row import with_regions
 
 
 def rows(pos_emb, perplexities, **facts):
-    """One row for each length: {length: perplexity}; each scores the same 8,192 tokens."""
+    """A row for each length: {length: perplexity}; each scores the same 8,192 tokens."""
     shared = {
         "pos_emb": pos_emb,
         "step": 2000,
@@ -19,13 +20,14 @@ def rows(pos_emb, perplexities, **facts):
         "part": "valid",
         "protocol": "equal_tokens",
         "seed": 1234,
+        "tokens": 8192,
     }
-    found = []
+    measured = []
     for length, perplexity in perplexities.items():
         loss = None if perplexity is None else math.log(perplexity)
-        numbers = {"length": length, "windows": 8192 // length, "tokens": 8192, "loss": loss}
-        found.append({**shared, **numbers, "perplexity": perplexity, **facts})
-    return found
+        numbers = {"length": length, "windows": 8192 // length, "loss": loss}
+        measured.append({**shared, **numbers, "perplexity": perplexity, **facts})
+    return with_regions(measured)
 
 
 TWO = rows("mep_free", {512: 12.314, 1024: 12.1}) + rows(
@@ -33,24 +35,28 @@ TWO = rows("mep_free", {512: 12.314, 1024: 12.1}) + rows(
 )
 
 
+def row_at_512(pos_emb="rotary", **facts):
+    return rows(pos_emb, {512: 9.0}, **facts)[0]
+
+
 def answers(pos_emb, shares, **facts):
     """Rows of a task: {length: share of right tokens, or (that, share of whole answers)}."""
-    found = []
+    measured = []
     for length, share in shares.items():
-        of_tokens, of_answers = share if isinstance(share, tuple) else (share, share)
-        refused = of_tokens is None
-        numbers = {"token_accuracy": of_tokens, "accuracy": of_answers, "windows": 256}
+        token_share, answer_share = share if isinstance(share, tuple) else (share, share)
+        numbers = {"token_accuracy": token_share, "accuracy": answer_share, "windows": 256}
         numbers |= {"tokens": 1024, "text": str(length), "corpus": "task:copy", "protocol": "task"}
-        found += rows(pos_emb, {length: None if refused else 2.0}, **numbers | facts)
-    return found
+        perplexity = None if token_share is None else 2.0
+        measured += rows(pos_emb, {length: perplexity}, **numbers | facts)
+    return measured
 
 
-def with_bytes(found, size, way="tokenizer"):
+def with_bytes(rows, size, way="tokenizer"):
     """The rows, with the bytes of their text and the bits that each needs."""
-    for one in found:
-        bits = one["loss"] * one["tokens"] / (math.log(2) * size)
-        one |= {"bytes": size, "bytes_from": way, "bits_per_byte": bits}
-    return found
+    for row in rows:
+        bits = row["loss"] * row["tokens"] / (math.log(2) * size)
+        row |= {"bytes": size, "bytes_from": way, "bits_per_byte": bits}
+    return rows
 
 
 # --- Losses of windows and blocks ---
@@ -69,9 +75,9 @@ def row(pos_emb, losses, seed=1, **more):
         "tokens": 512 * len(losses),
         "loss": loss,
         "window_losses": losses.tolist(),
+        "perplexity": math.exp(loss),
     }
-    (found,) = rows(pos_emb, {512: float(np.exp(loss))}, **facts | more)
-    return found
+    return row_at_512(pos_emb, **facts | more)
 
 
 def row_of_blocks(pos_emb, losses, seed=1, **more):

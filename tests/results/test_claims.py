@@ -19,29 +19,36 @@ GPOWER = {0.2: 199, 0.5: 34, 0.8: 15}
 
 def seeds(name, losses, **facts):
     """A row for each seed and length: {length: the loss of each seed}, all on one text."""
-    found = []
+    measured = []
     for length, values in losses.items():
         for seed, loss in enumerate(values, start=1):
-            (one,) = rows(name, {length: math.exp(loss)}, seed=seed, config_hash=f"{name}{seed}")
-            found.append({**one, "text": "ab12", "checkpoint": f"{name}-{seed}", **facts})
-    return found
+            (measurement,) = rows(
+                name, {length: math.exp(loss)}, seed=seed, config_hash=f"{name}{seed}"
+            )
+            measured.append(
+                {**measurement, "text": "ab12", "checkpoint": f"{name}-{seed}", **facts}
+            )
+    return measured
 
 
 def task_rows(name, accuracies, length=64, windows=100, **facts):
     """A row of the task copy for each seed: the share of windows whose whole answer is right."""
-    found = seeds(name, {length: [1.0] * len(accuracies)}, protocol="task", corpus="task:copy")
-    for one, accuracy in zip(found, accuracies, strict=True):
+    measured = seeds(name, {length: [1.0] * len(accuracies)}, protocol="task", corpus="task:copy")
+    for answer, accuracy in zip(measured, accuracies, strict=True):
         right = round(accuracy * windows)
-        one |= {"train_length": 16, "windows": windows, "tokens": 10 * windows, "part": "test"}
-        one |= {"accuracy": accuracy, "token_accuracy": (right + (windows - right) / 2) / windows}
-        one["window_accuracies"] = [1.0] * right + [0.5] * (windows - right)
-        one |= facts
-    return found
+        answer |= {"train_length": 16, "windows": windows, "tokens": 10 * windows, "part": "test"}
+        answer |= {
+            "accuracy": accuracy,
+            "token_accuracy": (right + (windows - right) / 2) / windows,
+        }
+        answer["window_accuracies"] = [1.0] * right + [0.5] * (windows - right)
+        answer |= facts
+    return measured
 
 
-def only(text, found):
+def only(text, measured):
     """The one verdict on a claim."""
-    (verdict,) = judged([claim_of(text)], found)
+    (verdict,) = judged([claim_of(text)], measured)
     return verdict
 
 
@@ -101,41 +108,41 @@ def test_every_shipped_file_has_claims_and_their_source(path):
 
 
 def test_a_claim_is_judged_in_each_setting_that_has_its_rows():
-    found = []
+    measured = []
     for corpus, gap in (("github", 0.1), ("arxiv", -0.1)):
-        found += seeds("a", {512: [3, 3.1, 3.2]}, corpus=corpus)
-        found += seeds("b", {512: [3 + gap, 3.101 + gap, 3.202 + gap]}, corpus=corpus)
-    verdicts = judged([claim_of("a < b, loss at L")], found)
-    assert [(one.example["corpus"], one.word) for one in verdicts] == [
+        measured += seeds("a", {512: [3, 3.1, 3.2]}, corpus=corpus)
+        measured += seeds("b", {512: [3 + gap, 3.101 + gap, 3.202 + gap]}, corpus=corpus)
+    verdicts = judged([claim_of("a < b, loss at L")], measured)
+    assert [(verdict.example["corpus"], verdict.word) for verdict in verdicts] == [
         ("github", "holds"),
         ("arxiv", "fails"),
     ]
-    assert only("a < b, loss at L (arxiv)", found).word == "fails"
+    assert only("a < b, loss at L (arxiv)", measured).word == "fails"
     text = table_of(verdicts, "a source").text()
     assert "arxiv valid: equal_tokens" in text
-    assert "-9.61 %" in table_of(judged([claim_of("a < b at L (github)")], found), "").text()
+    assert "-9.61 %" in table_of(judged([claim_of("a < b at L (github)")], measured), "").text()
 
 
 def test_a_window_answers_only_claims_that_name_it():
-    found = seeds("a", {1024: [3, 3.1, 3.2]})
-    found += seeds("a", {1024: [2, 2.1, 2.2001]}, window="train_length")
-    assert only("a < a, loss at 2 L", found).effect.estimate.mean == 0
-    assert only("a (window train_length) < a, loss at 2 L", found).word == "holds"
-    assert only("a (window 512) < a, loss at 2 L", found).word == "holds"
-    assert only("a > a (window 512) by 60 %, perplexity at 2 L", found).word == "holds"
+    measured = seeds("a", {1024: [3, 3.1, 3.2]})
+    measured += seeds("a", {1024: [2, 2.1, 2.2001]}, window="train_length")
+    assert only("a < a, loss at 2 L", measured).effect.estimate.mean == 0
+    assert only("a (window train_length) < a, loss at 2 L", measured).word == "holds"
+    assert only("a (window 512) < a, loss at 2 L", measured).word == "holds"
+    assert only("a > a (window 512) by 60 %, perplexity at 2 L", measured).word == "holds"
 
 
 def test_a_bare_name_means_the_default_options():
-    found = task_rows("none", [0.5, 0.51, 0.52]) + task_rows("rotary", [0.2, 0.21, 0.19])
+    measured = task_rows("none", [0.5, 0.51, 0.52]) + task_rows("rotary", [0.2, 0.21, 0.19])
     for name, share, options in (("rotary", 0.8, {"fraction": 0.5}), ("rotary, none", 0.7, {})):
         several = task_rows(name, [share, share + 0.01, share + 0.03])
-        for seed, one in enumerate(several):
+        for seed, answer in enumerate(several):
             facts = {"config_hash": f"{name}{options}{seed}", "pos_emb_args": options}
-            found.append(one | facts | {"cell": {"encoding": f"{name} {options}"}})
-    assert only("none > rotary, accuracy at 4 L (copy)", found).word == "holds"
-    assert only("none > rotary (fraction 0.5), accuracy at 4 L (copy)", found).word == "fails"
-    assert only("rotary (fraction 0.5) > rotary, accuracy at 4 L", found).word == "holds"
-    assert only("rotary/none > none, accuracy at 4 L", found).word == "holds"
+            measured.append(answer | facts | {"cell": {"encoding": f"{name} {options}"}})
+    assert only("none > rotary, accuracy at 4 L (copy)", measured).word == "holds"
+    assert only("none > rotary (fraction 0.5), accuracy at 4 L (copy)", measured).word == "fails"
+    assert only("rotary (fraction 0.5) > rotary, accuracy at 4 L", measured).word == "holds"
+    assert only("rotary/none > none, accuracy at 4 L", measured).word == "holds"
 
 
 @pytest.mark.parametrize(
@@ -157,15 +164,15 @@ def test_a_bare_name_means_the_default_options():
     ],
 )
 def test_missing_rows_are_named_and_no_fault(text, reason):
-    found = seeds("a", {512: [3, 3, 3]}) + seeds("b", {512: [3, 3, 3]})
+    measured = seeds("a", {512: [3, 3, 3]}) + seeds("b", {512: [3, 3, 3]})
     (refused,) = rows("c", {512: None}, reason="too long", text="ab12")
-    found += [refused, *seeds("d", {512: [3, 3, 3]}, step=7)]
-    found += seeds("e", {512: [3, 3, 3]}, windows_per_step=8, parent_model="t5 step 9")
-    found += seeds("f", {512: [3, 3, 3]}, dtype="bfloat16")
-    found = [{"windows_per_step": 16, "dtype": "float32"} | one for one in found]
+    measured += [refused, *seeds("d", {512: [3, 3, 3]}, step=7)]
+    measured += seeds("e", {512: [3, 3, 3]}, windows_per_step=8, parent_model="t5 step 9")
+    measured += seeds("f", {512: [3, 3, 3]}, dtype="bfloat16")
+    measured = [{"windows_per_step": 16, "dtype": "float32"} | answer for answer in measured]
     for base in (7, 8):
-        found += seeds("two", {512: [3.0]}, pos_emb_args={"base": base})
-    verdict = only(text, found)
+        measured += seeds("two", {512: [3.0]}, pos_emb_args={"base": base})
+    verdict = only(text, measured)
     assert verdict.word == "no rows"
     assert reason in verdict.reason
     assert reason in table_of([verdict], "").text()
@@ -173,68 +180,70 @@ def test_missing_rows_are_named_and_no_fault(text, reason):
 
 def test_one_seed_is_about_these_weights():
     noise = np.random.default_rng(0).standard_normal(64) / 100
-    found = [row("a", 3 + noise), row("b", np.full(64, 3.1))]
-    verdict = only("a < b, loss at L", found)
+    measured = [row("a", 3 + noise), row("b", np.full(64, 3.1))]
+    verdict = only("a < b, loss at L", measured)
     assert (verdict.word, verdict.effect.unit) == ("holds", "windows")
     assert "holds*" in table_of([verdict], "").text()
 
 
 def test_a_condition_makes_a_difference_the_claim():
-    found = seeds("a", {512: [3, 3.1, 3.2]}, parent_model="t5 step 9", step=7)
-    found += seeds("b", {512: [4, 4.101, 4.202]})
-    assert only("a (step 7, parent_model t5 step 9) < b, loss at L", found).word == "holds"
+    measured = seeds("a", {512: [3, 3.1, 3.2]}, parent_model="t5 step 9", step=7)
+    measured += seeds("b", {512: [4, 4.101, 4.202]})
+    assert only("a (step 7, parent_model t5 step 9) < b, loss at L", measured).word == "holds"
 
 
 def test_two_seeds_name_the_seeds_that_would_decide_and_whether_they_disagree():
     generator = np.random.default_rng(8)
-    found = [row("b", np.full(64, 3.0), seed) for seed in (1, 2)]
+    measured = [row("b", np.full(64, 3.0), seed) for seed in (1, 2)]
     for seed, difference in ((1, 0.12), (2, 0.04)):
         losses = 3 + difference + generator.standard_normal(64)
-        found.append(row("a", losses - losses.mean() + 3 + difference, seed))
-    verdict = only("a > b, loss at L", found)
+        measured.append(row("a", losses - losses.mean() + 3 + difference, seed))
+    verdict = only("a > b, loss at L", measured)
     assert (verdict.word, verdict.effect.unit) == ("undecided", "windows")
     *_, decides = table_of([verdict], "").body[0]
     # Cohen's d of the two differences is 0.08 / 0.0566 = 1.41: G*Power, power of 0.8
     assert decides == "7 seeds"
-    found[-1]["loss"] = 2.9
-    assert table_of([only("a > b, loss at L", found)], "").body[0][-1].endswith("disagree in sign")
+    measured[-1]["loss"] = 2.9
+    assert (
+        table_of([only("a > b, loss at L", measured)], "").body[0][-1].endswith("disagree in sign")
+    )
 
 
 def test_a_change_is_paired_block_by_block_of_the_same_text():
     blocks = np.random.default_rng(1).standard_normal((64, 1))
-    found = [row_of_blocks("a", 3 + blocks)]
+    measured = [row_of_blocks("a", 3 + blocks)]
     longer = np.random.default_rng(2).standard_normal((64, 1)) / 100 + 3.3 + blocks
-    found.append(row_of_blocks("a", longer.reshape(16, 4)))
-    verdict = only("a loses 20 % from L to 4 L", found)
+    measured.append(row_of_blocks("a", longer.reshape(16, 4)))
+    verdict = only("a loses 20 % from L to 4 L", measured)
     assert (verdict.word, verdict.effect.unit, verdict.effect.length) == ("holds", "blocks", 2048)
-    assert only("a loses 50 % from L to 4 L", found).word == "fails"
-    assert only("a loses at most 50 % from L to 4 L", found).word == "holds"
-    assert only("a falls from L to 4 L", found).word == "fails"
+    assert only("a loses 50 % from L to 4 L", measured).word == "fails"
+    assert only("a loses at most 50 % from L to 4 L", measured).word == "holds"
+    assert only("a falls from L to 4 L", measured).word == "fails"
 
 
 def test_at_every_length_the_claim_must_hold():
     lower, higher = [3, 3.1, 3.2], [3.5, 3.601, 3.702]
-    found = seeds("a", {512: lower, 1024: lower}) + seeds("b", {512: higher, 1024: higher})
-    assert only("a < b, loss from 512", found).word == "holds"
-    found += seeds("a", {2048: lower}) + seeds("b", {2048: [3, 3.2, 3.1]})
-    assert only("a < b, loss from 512", found).word == "undecided"
-    assert only("a < b, loss from 512 to 1024", found).word == "holds"
-    found += seeds("a", {4096: higher}) + seeds("b", {4096: lower})
-    verdict = only("a < b, loss from 512", found)
+    measured = seeds("a", {512: lower, 1024: lower}) + seeds("b", {512: higher, 1024: higher})
+    assert only("a < b, loss from 512", measured).word == "holds"
+    measured += seeds("a", {2048: lower}) + seeds("b", {2048: [3, 3.2, 3.1]})
+    assert only("a < b, loss from 512", measured).word == "undecided"
+    assert only("a < b, loss from 512 to 1024", measured).word == "holds"
+    measured += seeds("a", {4096: higher}) + seeds("b", {4096: lower})
+    verdict = only("a < b, loss from 512", measured)
     assert (verdict.word, verdict.effect.length) == ("fails", 4096)
 
 
 def test_accuracies_of_tasks():
-    found = task_rows("fox", [0.99, 0.97, 0.98]) + task_rows("alibi", [0.2, 0.21, 0.19])
-    assert only("fox > alibi, accuracy at 4 L (copy)", found).word == "holds"
-    assert only("fox > alibi by 90 %, accuracy at 4 L (task:copy)", found).word == "fails"
-    assert only("fox > alibi, token accuracy at 64 (copy, test)", found).word == "holds"
-    one_seed = [one for one in found if one["seed"] == 1]
+    measured = task_rows("fox", [0.99, 0.97, 0.98]) + task_rows("alibi", [0.2, 0.21, 0.19])
+    assert only("fox > alibi, accuracy at 4 L (copy)", measured).word == "holds"
+    assert only("fox > alibi by 90 %, accuracy at 4 L (task:copy)", measured).word == "fails"
+    assert only("fox > alibi, token accuracy at 64 (copy, test)", measured).word == "holds"
+    one_seed = [answer for answer in measured if answer["seed"] == 1]
     assert only("fox > alibi, accuracy at 4 L (copy)", one_seed).effect.unit == "windows"
     assert only("fox > alibi, accuracy at 4 L (copy)", one_seed).effect.estimate.mean == 0.79
     # The windows of a task are other ones at each length.
-    found += task_rows("fox", [1.0, 0.99, 0.98], length=16, text="cd34")
-    assert only("fox loses at most 10 %, accuracy from L to 4 L (copy)", found).word == "holds"
+    measured += task_rows("fox", [1.0, 0.99, 0.98], length=16, text="cd34")
+    assert only("fox loses at most 10 %, accuracy from L to 4 L (copy)", measured).word == "holds"
     # All or nothing has no spread over seeds. One answer more with each of three may be chance.
     clear = task_rows("a", [1.0, 1.0, 1.0]) + task_rows("b", [0.0, 0.0, 0.0])
     assert only("a > b, accuracy at 64", clear).word == "holds"
@@ -244,11 +253,27 @@ def test_accuracies_of_tasks():
 
 def test_longppl_compares_the_same_key_tokens():
     keys = {"protocol": "longppl", "key_text": "ef56", "window_losses": [3.0]}
-    found = seeds("a", {512: [3, 3.1, 3.2]}, **keys) + seeds("b", {512: [4, 4.101, 4.202]}, **keys)
-    assert only("a < b, longppl at L", found).word == "holds"
-    assert only("a < b, perplexity at L", found).reason == "a: no row with perplexity"
-    found[0]["key_text"] = "own"
-    assert "its key tokens are not those of the" in only("a < b, longppl at L", found).reason
+    measured = seeds("a", {512: [3, 3.1, 3.2]}, **keys) + seeds(
+        "b", {512: [4, 4.101, 4.202]}, **keys
+    )
+    assert only("a < b, longppl at L", measured).word == "holds"
+    assert only("a < b, perplexity at L", measured).reason == "a: no row with perplexity"
+    measured[0]["region"] = "of other keys"
+    assert "its key tokens are not those of the" in only("a < b, longppl at L", measured).reason
+
+
+def test_two_protocols_are_the_sides_of_a_claim_where_they_scored_the_same_targets():
+    measured = seeds("a", {512: [3, 3.1, 3.2]}, protocol="tail", tail=128, window_losses=[3])
+    measured += seeds("a", {512: [3.2, 3.301, 3.402]}, protocol="gap")
+    assert only("a (protocol tail) < a (protocol gap), loss at L", measured).word == "holds"
+    other = only(
+        "a (protocol tail) < a (protocol gap), loss at L",
+        [
+            *measured[:3],
+            *seeds("a", {512: [3, 3, 3]}, protocol="gap", region="other", window_losses=[3]),
+        ],
+    )
+    assert "other text" in other.reason
 
 
 # --- Rates ---
@@ -261,11 +286,11 @@ def test_verdicts_have_their_nominal_rate_where_nothing_is_true():
     claims = [claim_of(text) for text in (*texts, "b < a, loss from 512")]
     wrong = 0
     for _ in range(200):
-        found = []
+        measured = []
         for name, shift in {"a": 0, "b": 0, "c": 0, "d": math.log(0.9)}.items():
             values = 3 + shift + generator.standard_normal((2, 4)) / 10
-            found += seeds(name, {512: values[0], 1024: values[1]})
-        words = [one.word for one in judged(claims, found)]
+            measured += seeds(name, {512: values[0], 1024: values[1]})
+        words = [verdict.word for verdict in judged(claims, measured)]
         wrong += words != ["undecided"] * 4
     assert 0 < wrong / 200 <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 200)
 
@@ -275,13 +300,13 @@ def test_a_false_claim_over_several_lengths_rarely_holds_and_a_true_one_rarely_f
     generator = np.random.default_rng(4)
     wrong = {"holds": 0, "fails": 0}
     for _ in range(200):
-        found = []
+        measured = []
         for name, shift in {"a": -1, "b": 0}.items():
             losses = 3 + generator.standard_normal((5, 4)) / 10
             losses[0] += shift
-            found += seeds(name, dict(zip((512, 1024, 2048, 4096, 8192), losses, strict=True)))
-        wrong["holds"] += only("a < b, loss from 512 to 1024", found).word == "holds"
-        wrong["fails"] += only("a < b, loss from 512", found).word == "fails"
+            measured += seeds(name, dict(zip((512, 1024, 2048, 4096, 8192), losses, strict=True)))
+        wrong["holds"] += only("a < b, loss from 512 to 1024", measured).word == "holds"
+        wrong["fails"] += only("a < b, loss from 512", measured).word == "fails"
     for count in wrong.values():
         assert 0 < count / 200 <= 0.025 + 3 * math.sqrt(0.025 * 0.975 / 200)
 
@@ -292,8 +317,8 @@ def test_verdicts_about_a_text_have_their_nominal_rate(rho):
     decided = 0
     flat = row_of_blocks("b", np.full((128, 1), 3.0))
     for values in correlated(np.random.default_rng(5), 200, 128, rho):
-        found = [row_of_blocks("a", 3 + values[:, None] / 10), flat]
-        decided += judged([claim], found)[0].word != "undecided"
+        measured = [row_of_blocks("a", 3 + values[:, None] / 10), flat]
+        decided += judged([claim], measured)[0].word != "undecided"
     assert 0 < decided / 200 <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 200)
 
 
@@ -315,13 +340,13 @@ def test_the_seeds_that_a_verdict_asks_for_decide_with_a_power_of_80_percent():
     needed = verdicts[0].needed
     assert (verdicts[0].word, verdicts[1].needed) == ("undecided", None)
     generator = np.random.default_rng(6)
-    found = 0
+    decisions = 0
     for _ in range(300):
         rows_of_all = seeds("a", {512: generator.normal(3 - effect, spread, needed)})
         rows_of_all += seeds("b", {512: [3.0] * needed})
         rows_of_all += seeds("c", {512: [3.3, 2.7] * (needed // 2) + [3.0] * (needed % 2)})
-        found += judged(claims, rows_of_all)[0].word == "holds"
-    assert abs(found / 300 - 0.8) < 3 * math.sqrt(0.8 * 0.2 / 300) + 0.03  # whole seeds
+        decisions += judged(claims, rows_of_all)[0].word == "holds"
+    assert abs(decisions / 300 - 0.8) < 3 * math.sqrt(0.8 * 0.2 / 300) + 0.03  # whole seeds
 
 
 # A normal test needs (1.96 + 0.84)² / effect².
@@ -335,12 +360,12 @@ def test_the_pieces_of_text_that_a_verdict_asks_for_decide_with_a_power_of_80_pe
         return mean_of(values) if unit == "windows" else mean_of_blocks(values, [1] * len(values))
 
     generator = np.random.default_rng(7)
-    now = mean_of_pieces(generator.standard_normal(n))
-    seen = Estimate(effect, 1 / math.sqrt(n), now.df, n, now.block, n)
+    pilot = mean_of_pieces(generator.standard_normal(n))
+    seen = Estimate(effect, 1 / math.sqrt(n), pilot.df, n, pilot.block, n)
     needed = values_needed(seen, effect, 0.025, unit)
     assert (2.8 / effect) ** 2 < needed < most
-    found = 0
+    decisions = 0
     for values in generator.normal(effect, 1, (400, needed)):
         estimate = mean_of_pieces(values)
-        found += estimate.mean > t_quantile(0.975, estimate.df) * estimate.stderr
-    assert abs(found / 400 - 0.8) < 3 * math.sqrt(0.8 * 0.2 / 400)
+        decisions += estimate.mean > t_quantile(0.975, estimate.df) * estimate.stderr
+    assert abs(decisions / 400 - 0.8) < 3 * math.sqrt(0.8 * 0.2 / 400)

@@ -21,12 +21,12 @@ def p_of_three(differences):
 def test_two_seeds_are_these_weights_on_this_text_and_nothing_is_marked():
     rows = [*seeds_of("a", [0.0, 0.0]), *seeds_of("b", [0.2, 0.3], noise=0.01)]
     rows += seeds_of("c", [0.03, -0.09])
-    found = against(rows)
-    _, two, _ = found
+    comparisons = against(rows)
+    _, two, _ = comparisons
     assert (two.unit, two.is_claim, two.mark, two.p) == ("windows", False, "", None)
     assert two.interval[0] > 0.2, "as windows they are as sure as can be"
     assert two.by_seed == pytest.approx({1: 0.2, 2: 0.3}, abs=0.005)
-    text = tables(found)
+    text = tables(comparisons)
     head = text.splitlines()[1]
     assert "95 %, these weights on this text" in head
     assert head.split()[-1] == "n_eff", "and no p"
@@ -40,10 +40,10 @@ def test_three_seeds_are_compared_by_seed():
     ours, theirs = [0.0, 0.1, -0.1], [0.05, 0.16, -0.06]
     rows = [*seeds_of("a", ours, noise=0.01), *seeds_of("b", theirs, noise=0.01)]
     rows = with_bytes(rows, 9_000)
-    found = against([*rows, *seeds_of("c", [0.1], noise=0.01)])
-    _, three, _ = found
+    comparisons = against([*rows, *seeds_of("c", [0.1], noise=0.01)])
+    _, three, _ = comparisons
     assert (three.unit, three.difference.n, three.seeds) == ("seeds", 3, (1, 2, 3))
-    losses = np.array([one["loss"] for one in rows]).reshape(2, 3)
+    losses = np.array([measured["loss"] for measured in rows]).reshape(2, 3)
     assert three.p == pytest.approx(p_of_three(losses[1] - losses[0]))
     assert three.mark == "†"
     assert against(rows, "b")[0].mark == "‡"
@@ -54,7 +54,7 @@ def test_three_seeds_are_compared_by_seed():
     assert facts["ratio"] == pytest.approx(np.exp(np.mean(losses[1] - losses[0])))
     assert (facts["interval_is_about"], facts["mark"]) == ("over seeds", "†")
 
-    text = tables(found, markdown=True, bits_per_byte=True)
+    text = tables(comparisons, markdown=True, bits_per_byte=True)
     cells = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
     *_, claim, other = (dict(zip(cells[0], line, strict=True)) for line in cells)
     assert f"{facts['bits_per_byte']:.4f}" == claim["bits per byte"]
@@ -98,7 +98,10 @@ def test_77_against_56_is_resolved_on_eight_windows_by_their_blocks():
     assert (by_block.unit, by_block.over_text.estimate.n) == ("blocks", 256)
     low, high = by_block.interval
     assert 0.8 * shift < low < shift < high < 1.2 * shift
-    old = [{key: value for key, value in one.items() if key != "block_losses"} for one in rows]
+    old = [
+        {key: value for key, value in measured.items() if key != "block_losses"}
+        for measured in rows
+    ]
     by_window = against(old)[1]
     assert (by_window.unit, by_window.over_text.estimate.n) == ("windows", 8)
     assert by_window.difference.mean == pytest.approx(by_block.difference.mean)
@@ -109,28 +112,28 @@ def test_the_same_blocks_are_paired_at_every_length():
     for shape in ((64, 1), (16, 4), (1, 64)):
         ours = row_of_blocks("a", 3 + hard.reshape(shape))
         theirs = row_of_blocks("b", 3 + (hard + noise).reshape(shape))
-        found = against([ours, theirs])
-        estimate = found[1].over_text.estimate
+        comparisons = against([ours, theirs])
+        estimate = comparisons[1].over_text.estimate
         assert estimate.n == 64
         assert estimate.mean == pytest.approx(noise.mean())
-    text = tables(found)
+    text = tables(comparisons)
     assert "one window at length 32768: the interval does not include the" in text
     assert "n_eff: the number of independent blocks that would give the same error" in text
 
 
 def test_repairs_of_attention_stand_against_attention_as_trained_in_one_table():
     clipped = {"a": {"method": "rerope,window=511"}, "b": {"clip_distance": 511}}
-    found = []
+    measured = []
     for name, clip in clipped.items():
-        found += seeds_of(name, [0.0, 0.01, -0.01])
-        found += seeds_of(name, [-0.2, -0.21, -0.22], **clip)
-        found += seeds_of(name, [0.1, 0.11, 0.09], logn_scale=True)
-        found += seeds_of(name, [-0.3, -0.29, -0.31], logn_scale=True, **clip)
-        found += seeds_of(name, [-0.4, -0.39, -0.41], window="train_length")
-        found += seeds_of(name, [9.0], method="rerope,window=256")  # no cell of the table
-    found += seeds_of("c", [0.0])
-    found += seeds_of("c", [0.1], window=512)  # a window alone
-    table = two_by_two(found, "A title")
+        measured += seeds_of(name, [0.0, 0.01, -0.01])
+        measured += seeds_of(name, [-0.2, -0.21, -0.22], **clip)
+        measured += seeds_of(name, [0.1, 0.11, 0.09], logn_scale=True)
+        measured += seeds_of(name, [-0.3, -0.29, -0.31], logn_scale=True, **clip)
+        measured += seeds_of(name, [-0.4, -0.39, -0.41], window="train_length")
+        measured += seeds_of(name, [9.0], method="rerope,window=256")  # no cell of the table
+    measured += seeds_of("c", [0.0])
+    measured += seeds_of("c", [0.1], window=512)  # a window alone
+    table = two_by_two(measured, "A title")
     assert table.head == ["pos_emb", "length", *REPAIRS]
     assert [line[:2] for line in table.body] == [["a", "512"], ["b", "512"]]
     differences = np.array([-0.2, -0.22, -0.21])
@@ -140,7 +143,7 @@ def test_repairs_of_attention_stand_against_attention_as_trained_in_one_table():
         assert line[3] == f"{mean:+.4f} [{mean - half:+.4f}, {mean + half:+.4f}]"
         assert [cell.split()[0] for cell in line[4:]] == ["+0.1000", "-0.3000", "-0.4000"]
     assert "over seeds" in table.notes[0]
-    assert two_by_two([one for one in found if one["pos_emb"] == "c"]) is None
+    assert two_by_two([member for member in measured if member["pos_emb"] == "c"]) is None
 
 
 def test_several_seeds_with_a_text_each_are_paired_within_their_seed():
@@ -170,22 +173,59 @@ def test_what_is_no_pair_is_refused_with_the_reason():
         with pytest.raises(UserError, match=f"nothing can be compared with a:\n  b at .*{reason}"):
             against([row("a", hard), row("a", hard, key_text="cd", **longppl), other])
     both = against([row("a", hard), row("b", hard, text="cd34"), row("c", hard + 1)])
-    assert [one.reason is None for one in both] == [True, False, True]
+    assert [pair.reason is None for pair in both] == [True, False, True]
     twice = [row("b", hard, text=text) for text in ("ab12", "cd34")]
     message = "b: seed 1 was measured on two texts at length 512 - give the results of one of them"
     with pytest.raises(UserError, match=message):
         against(twice)
 
 
+def test_rows_of_one_model_under_two_protocols_are_paired_where_they_scored_the_same_targets():
+    generator = np.random.default_rng(9)
+    measured = []
+    for name, middle in (("a", 0.1), ("b", 0.3)):
+        for seed in (1, 2, 3):
+            blocks = 3 + generator.standard_normal((16, 1))
+            noise = 0.01 * generator.standard_normal((16, 1))
+            facts = {"tokenizer": "aa", "length": 4096, "region": f"r{seed}"}
+            tail = {"protocol": "tail", "tail": 128, "text": f"t{seed}", **facts}
+            measured.append(row_of_blocks(name, blocks, seed, **tail))
+            gap = tail | {"protocol": "gap", "tail": None, "text": "another hash"}
+            measured.append(row_of_blocks(name, blocks + middle + noise, seed, **gap))
+    other = {"protocol": "sliding", "region": "other", "length": 4096, "tokenizer": "aa"}
+    measured.append(row_of_blocks("a", np.ones((16, 1)), 1, **other))
+    pairs = [pair for pair in against(measured, "gap") if pair.encoding != pair.reference]
+    assert [pair.encoding for pair in pairs] == [
+        "a, protocol tail",
+        "a, protocol sliding",
+        "b, protocol tail",
+    ]
+    assert [pair.reference[0] for pair in pairs] == ["a", "a", "b"], "each model beside itself"
+    for pair, middle in zip(pairs[::2], (0.1, 0.3), strict=True):
+        assert pair.difference.mean == pytest.approx(-middle, abs=0.01)
+        assert (pair.unit, pair.mark, pair.tests) == ("seeds", "‡", 2)
+    assert "it was scored on other text than a, protocol gap" in pairs[1].reason
+    assert "loss - b, protocol gap" in tables(pairs)
+    assert all(pair.encoding == "b" for pair in against(measured, "a") if pair.difference)
+    for reason, unlike in {
+        "nothing can be compared with a, protocol gap": measured[1:2] + measured[2:3],
+        "--against: 'nap' is no encoding": measured,
+    }.items():
+        with pytest.raises(UserError, match=reason):
+            against(unlike, "nap" if unlike is measured else "gap")
+
+
 def test_differences_beside_the_encoding_are_named():
     fair = {"parent_model": "t5 step 9", "windows_per_step": 8, "dtype": "float32"}
-    found = [row("a", texts(), **fair), row("b", texts() + 1, **fair)]
-    found[1] |= {"cell": {"encoding": "b", "optimizer": "muon", "data": "stdlib"}}
-    found[1]["windows_per_step"] = None
-    assert "more than the encoding" not in tables(against(found))
-    found.append(row("c", texts() + 1, dtype="bfloat16", windows_per_step=16, trained_on="wiki 1"))
-    found[-1]["cell"] = {"encoding": "c", "optimizer": "adam", "data": "wiki"}
-    text = tables(against(found, "b"))
+    measured = [row("a", texts(), **fair), row("b", texts() + 1, **fair)]
+    measured[1] |= {"cell": {"encoding": "b", "optimizer": "muon", "data": "stdlib"}}
+    measured[1]["windows_per_step"] = None
+    assert "more than the encoding" not in tables(against(measured))
+    measured.append(
+        row("c", texts() + 1, dtype="bfloat16", windows_per_step=16, trained_on="wiki 1")
+    )
+    measured[-1]["cell"] = {"encoding": "c", "optimizer": "adam", "data": "wiki"}
+    text = tables(against(measured, "b"))
     assert text.count("in more than the encoding") == 1
     assert (
         "c, dtype bfloat16: differs from b in more than the encoding: dtype bfloat16, not float32;"
@@ -201,10 +241,10 @@ def test_each_place_is_a_table_of_its_own_under_its_setting():
     rows += [row("b", hard + 0.1, tokenizer="aa"), row("b", hard + 0.2, **paper)]
     other_split = {"tokenizer": "aa", "split": "8,1,1", "text": "ef56"}
     rows += [row("a", hard, **other_split), row("b", hard + 0.3, **other_split)]
-    found = against(rows)
-    differences = [one.difference.mean for one in found if one.difference]
+    comparisons = against(rows)
+    differences = [pair.difference.mean for pair in comparisons if pair.difference]
     assert differences == pytest.approx([0.1, 0.2, 0.3])
-    text = tables(found)
+    text = tables(comparisons)
     assert "protocol paper, start 16000\n" in text
     assert "protocol equal_tokens\n" in text
     assert "protocol equal_tokens, split 8,1,1\n" in text

@@ -55,11 +55,11 @@ def test_every_flipped_byte_of_a_line_is_noticed_or_changes_no_fact(tmp_path):
         flipped[place] ^= 1
         path.write_bytes(flipped)
         try:
-            (found,) = read_results([path])
+            (again,) = read_results([path])
         except UserError:
             noticed += 1
             continue
-        assert {key: found[key] for key in row} == row
+        assert {key: again[key] for key in row} == row
     # The key "checksum" under another name, and a digit beyond the precision of a number.
     assert noticed >= len(whole) - 10
 

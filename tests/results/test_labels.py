@@ -4,12 +4,7 @@ import random
 
 from megatron.results.labels import axes_of, kinds, runs, sections, select
 from megatron.results.row import USUAL, VARIANT, measurement_of, plain, value_of
-from tests.results.rows import rows
-
-
-def one(pos_emb="rotary", **facts):
-    (found,) = rows(pos_emb, {512: 9.0}, **facts)
-    return found
+from tests.results.rows import row_at_512
 
 
 def test_runs_of_one_encoding_differ_in_the_first_thing_that_differs():
@@ -28,15 +23,15 @@ def test_runs_of_one_encoding_differ_in_the_first_thing_that_differs():
         (sizes, ["size small", "size wide"]),
     ]
     for (first, other), labels in cases:
-        both = [one(**first, config_hash="a"), one(**other, config_hash="b")]
-        found = runs([*both, one("alibi")])
-        assert list(found) == [*(f"rotary, {words}" for words in labels), "alibi"]
+        both = [row_at_512(**first, config_hash="a"), row_at_512(**other, config_hash="b")]
+        groups = runs([*both, row_at_512("alibi")])
+        assert list(groups) == [*(f"rotary, {words}" for words in labels), "alibi"]
 
 
 def test_unusual_layers_gates_and_optimizers_are_always_named():
-    hybrid = one("none", layer_kinds="3 gated_delta + 1 attention", optimizer_type="Muon")
-    gated = one(attention_gate="head", cell={"encoding": "rotary", "gate": "gated"})
-    assert list(kinds([hybrid, one("none"), gated])) == [
+    hybrid = row_at_512("none", layer_kinds="3 gated_delta + 1 attention", optimizer_type="Muon")
+    gated = row_at_512(attention_gate="head", cell={"encoding": "rotary", "gate": "gated"})
+    assert list(kinds([hybrid, row_at_512("none"), gated])) == [
         "none, layer_kinds 3 gated_delta + 1 attention, optimizer_type Muon",
         "none",
         "rotary, attention_gate head",
@@ -46,18 +41,18 @@ def test_unusual_layers_gates_and_optimizers_are_always_named():
 
 
 def test_a_sweep_gives_its_encodings_their_names():
-    half = one(pos_emb_args={"fraction": 0.5}, cell={"encoding": "p_rope"})
-    layers = one("rotary, none", window="8,none", cell={"encoding": "rnope_swa"})
-    usual = one(cell={"encoding": "rotary"})
-    found = kinds([half, layers, usual])
-    assert list(found) == ["p_rope", "rnope_swa, window 8,none", "rotary"]
-    assert select("p_rope", found) == "p_rope"
-    assert select("rotary, fraction 0.5", found) == "p_rope"
+    half = row_at_512(pos_emb_args={"fraction": 0.5}, cell={"encoding": "p_rope"})
+    layers = row_at_512("rotary, none", window="8,none", cell={"encoding": "rnope_swa"})
+    usual = row_at_512(cell={"encoding": "rotary"})
+    groups = kinds([half, layers, usual])
+    assert list(groups) == ["p_rope", "rnope_swa, window 8,none", "rotary"]
+    assert select("p_rope", groups) == "p_rope"
+    assert select("rotary, fraction 0.5", groups) == "p_rope"
 
 
 def test_what_is_unknown_adds_no_word_and_loses_no_row():
-    known, unknown = one(seed=7), one(seed=None)
-    assert runs([known, unknown]) == {"rotary, seed 7": [known], "rotary": [unknown]}
+    seven, unknown = row_at_512(seed=7), row_at_512(seed=None)
+    assert runs([seven, unknown]) == {"rotary, seed 7": [seven], "rotary": [unknown]}
 
 
 # Values of what evaluate.py measures with, and of models; each row takes a few.
@@ -80,32 +75,32 @@ for names in ("corpus", "part", "split", "tokenizer", "text", "config_hash", "ch
 def test_different_measurements_have_different_labels_that_name_how_each_was_made():
     draw = random.Random(29)
     for _ in range(300):
-        found = [one(window=508, sinks=4), one()]
+        measured = [row_at_512(window=508, sinks=4), row_at_512()]
         for _ in range(draw.randrange(1, 6)):
             keys = draw.sample([*DRAWN], draw.randrange(1, 5))
-            found.append(one(**{key: draw.choice(DRAWN[key]) for key in keys}))
-        found = [*{measurement_of(row): row for row in found}.values()]
-        groups = runs(found)
-        assert sorted(map(len, groups.values())) == [1] * len(found), found
+            measured.append(row_at_512(**{key: draw.choice(DRAWN[key]) for key in keys}))
+        measured = [*{measurement_of(row): row for row in measured}.values()]
+        groups = runs(measured)
+        assert sorted(map(len, groups.values())) == [1] * len(measured), measured
         for label, (row,) in groups.items():
             for key in VARIANT:
-                value, values = value_of(row, key), {value_of(row, key) for row in found}
+                value, values = value_of(row, key), {value_of(row, key) for row in measured}
                 unusual = value not in (None, USUAL[key]) and len(values) > 1
-                assert not unusual or f", {key} {plain(value)}" in label, (label, found)
-        texts = sections(found).values()
-        assert sum(map(len, texts)) == len(found)
+                assert not unusual or f", {key} {plain(value)}" in label, (label, measured)
+        texts = sections(measured).values()
+        assert sum(map(len, texts)) == len(measured)
         for text in texts:
-            for of_kind in kinds(text).values():
-                seeds = [row["seed"] for row in of_kind]
+            for members in kinds(text).values():
+                seeds = [row["seed"] for row in members]
                 assert len(set(seeds)) == len(seeds), "two measurements are one mean"
 
 
 def test_a_kind_never_holds_two_configurations_of_one_seed():
-    twins = [one(config_hash="a"), one(config_hash="b")]
+    twins = [row_at_512(config_hash="a"), row_at_512(config_hash="b")]
     assert list(kinds(twins)) == ["rotary, config_hash a", "rotary, config_hash b"]
-    places = [one(checkpoint="runs/a"), one(checkpoint="runs/b")]
+    places = [row_at_512(checkpoint="runs/a"), row_at_512(checkpoint="runs/b")]
     assert list(kinds(places)) == ["rotary, checkpoint runs/a", "rotary, checkpoint runs/b"]
-    seeds = [one(seed=seed, config_hash=str(seed), checkpoint=str(seed)) for seed in (1, 2)]
+    seeds = [row_at_512(seed=seed, config_hash=str(seed), checkpoint=str(seed)) for seed in (1, 2)]
     assert len(kinds(seeds)) == 1
 
 
@@ -114,26 +109,30 @@ def test_a_kind_never_holds_two_configurations_of_one_seed():
 
 def test_axes_count_where_they_say_more_than_the_keys():
     cell = {"pos_emb": "rotary", "seed": 1234}
-    of_sweep = one(corpus="github", cell=cell | {"data": "github"}, weights="w1", sweep="cpu")
-    arxiv = one(corpus="arxiv", cell=cell | {"data": "arxiv"}, sweep="cpu")
-    assert list(kinds([of_sweep, arxiv])) == ["rotary"], "one encoding, measured on two corpora"
+    in_sweep = row_at_512(
+        corpus="github", cell=cell | {"data": "github"}, weights="w1", sweep="cpu"
+    )
+    arxiv = row_at_512(corpus="arxiv", cell=cell | {"data": "arxiv"}, sweep="cpu")
+    assert list(kinds([in_sweep, arxiv])) == ["rotary"], "one encoding, measured on two corpora"
     places = (("a", "a_text"), ("b", "b_text"))
-    renamed = [one(corpus=corpus, cell={"data": data}) for data, corpus in places]
+    renamed = [row_at_512(corpus=corpus, cell={"data": data}) for data, corpus in places]
     assert list(kinds(renamed)) == ["rotary"], "the corpus has a longer name"
-    transferred = [*renamed, one(corpus="b_text", cell={"data": "a"}, config_hash="c")]
+    transferred = [*renamed, row_at_512(corpus="b_text", cell={"data": "a"}, config_hash="c")]
     assert list(kinds(transferred)) == ["rotary, data a", "rotary, data b"]
-    lengths = [one(train_length=n, cell={"seq_length": n}, config_hash=str(n)) for n in (512, 2048)]
+    lengths = [
+        row_at_512(train_length=n, cell={"seq_length": n}, config_hash=str(n)) for n in (512, 2048)
+    ]
     assert list(kinds(lengths)) == ["rotary, train_length 512", "rotary, train_length 2048"]
-    sizes = [one(seed=n, cell={"size": n, "seed": n}) for n in (1, 2)]
+    sizes = [row_at_512(seed=n, cell={"size": n, "seed": n}) for n in (1, 2)]
     assert axes_of(sizes) == ("size",), "that a size equals the seed is chance"
 
 
 # --- The reference of a comparison ---
 
 WINDOWS = {
-    "mep_free, window none": [one("mep_free", seed=1235), one("mep_free", seed=1236)],
-    "mep_free, window 512": [one("mep_free", window="train_length", seed=1235)],
-    "alibi": [one("alibi", cell={"size": "wide"})],
+    "mep_free, window none": [row_at_512("mep_free", seed=1235), row_at_512("mep_free", seed=1236)],
+    "mep_free, window 512": [row_at_512("mep_free", window="train_length", seed=1235)],
+    "alibi": [row_at_512("alibi", cell={"size": "wide"})],
 }
 
 

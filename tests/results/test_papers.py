@@ -42,7 +42,7 @@ ROW = {
 def cell_of(rows):
     cells = compare(published("kerple-table3"), rows, REQUIRED)
     place = ("github", "alibi", 1024)
-    return next(one for one in cells if (one.corpus, one.encoding, one.length) == place)
+    return next(cell for cell in cells if (cell.corpus, cell.encoding, cell.length) == place)
 
 
 @pytest.mark.parametrize(  # typed from the paper once more
@@ -65,8 +65,8 @@ def cell_of(rows):
     ],
 )
 def test_published_numbers_are_the_papers(table, corpus, encoding, length, number):
-    found = published(table).cells[corpus][encoding][length]
-    assert (found if isinstance(found, str) else list(map(str, found))) == number
+    cells = published(table).cells[corpus][encoding][length]
+    assert (cells if isinstance(cells, str) else list(map(str, cells))) == number
 
 
 def test_every_table_says_where_it_was_read_and_holds_only_numbers_that_were_read():
@@ -85,10 +85,10 @@ def test_a_difference_is_counted_in_standard_errors():
         ROW | {"seed": seed, "perplexity": value}
         for seed, value in ((1, 3.20), (2, 3.30), (3, 3.40))
     ]
-    found = cell_of(rows)  # the paper: 3.15 ± 0.17 of five seeds; ours: 3.3 ± 0.1 of three
-    assert found.difference == pytest.approx(0.15)
-    assert found.standard_errors(5) == pytest.approx(0.15 / (0.1**2 / 3 + 0.17**2 / 5) ** 0.5)
-    assert found.standard_errors(None) is None
+    cells = cell_of(rows)  # the paper: 3.15 ± 0.17 of five seeds; ours: 3.3 ± 0.1 of three
+    assert cells.difference == pytest.approx(0.15)
+    assert cells.standard_errors(5) == pytest.approx(0.15 / (0.1**2 / 3 + 0.17**2 / 5) ** 0.5)
+    assert cells.standard_errors(None) is None
     assert cell_of(rows[:1]).standard_errors(5) is None  # one seed has no spread
     text = render(published("kerple-table3"), compare(published("kerple-table3"), rows, REQUIRED))
     assert "github alibi 1024 3.15 ± 0.17 3.30 ± 0.10 3 +0.15 +1.6" in " ".join(text.split())
@@ -99,9 +99,9 @@ def test_a_difference_is_counted_in_standard_errors():
 
 def test_a_seed_that_has_two_rows_is_refused():
     values = ((1, 3.2), (1, 3.9), (2, 3.3))
-    found = cell_of([ROW | {"seed": seed, "perplexity": value} for seed, value in values])
-    assert found.ours == (3.3,)
-    assert found.refused == ("seed 1 has 2 rows: give the results of one run",)
+    cells = cell_of([ROW | {"seed": seed, "perplexity": value} for seed, value in values])
+    assert cells.ours == (3.3,)
+    assert cells.refused == ("seed 1 has 2 rows: give the results of one run",)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +132,8 @@ def test_a_table_may_leave_the_number_of_windows_open_and_another_protocol_is_no
     rows = [ROW | measured | {"length": n, "windows": 2048 // n} for n in (512, 1024)]
     rows.append(ROW | {"seed": 2, "perplexity": 3.3})
     mine = published(str(tmp_path / "mine.yml"))
-    found = compare(mine, rows, replace(REQUIRED, start=None))
-    assert [cell.ours for cell in found] == [(3.2,), (3.2,)]
+    cells = compare(mine, rows, replace(REQUIRED, start=None))
+    assert [cell.ours for cell in cells] == [(3.2,), (3.2,)]
 
 
 def test_the_command_shows_what_is_there_and_what_cannot_be_had(tmp_path, capsys):

@@ -2,108 +2,143 @@
 
 import itertools
 
-from megatron.results.files import read_results
+import pytest
+
+from megatron.results import read_results as read_frame
+from megatron.results.files import read_results, write_results
 from megatron.results.probes import is_of_probes, read_probes
-from megatron.results.row import (
-    Row,
-    agrees,
-    by_text,
-    measurement_of,
-    place_of,
-    run_of,
-    value_of,
-)
-from tests.results.rows import rows
+from megatron.results.row import Row, agrees, by_text, measurement_of, run_of, value_of
+from tests.results.rows import row, row_at_512, rows, texts
 from tests.support import ROOT
 
 
-def one(**facts):
-    (found,) = rows("rotary", {512: 9.0}, **facts)
-    return found
-
-
-def test_the_files_at_hand_are_rows():
+def test_the_files_at_hand_are_rows_whose_numbers_agree():
     for path in (ROOT / "docs").rglob("*.jsonl"):
         if is_of_probes(path):
             assert read_probes([path])
-        else:
-            assert {key for row in read_results([path]) for key in row} <= {*Row.__annotations__}
+            continue
+        for measured in read_results([path]):
+            assert {*measured} <= {*Row.__annotations__}
+
+
+def test_users_read_a_frame_with_a_line_for_each_row(tmp_path):
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    write_results(paths[0], [row("alibi", texts())])
+    write_results(paths[1], rows("rotary", {512: 9.0, 1024: None}, seed=None))
+    frame = read_frame(*paths)
+    assert frame["pos_emb"].tolist() == ["alibi", "rotary", "rotary"]
+    assert frame["seed"].astype(object).where(frame["seed"].notna(), None).tolist() == [
+        1,
+        None,
+        None,
+    ]
+    assert frame["perplexity"].isna().tolist() == [False, False, True]
+    assert frame["window_losses"][0] == texts().tolist()
+    assert frame.groupby("pos_emb")["length"].max().to_dict() == {"alibi": 512, "rotary": 1024}
+    assert read_frame(paths[1]).equals(read_frame(str(paths[1])))
 
 
 def test_a_key_changes_what_it_identifies():
-    identities = (run_of, measurement_of, place_of)
-    run = {run_of, measurement_of}
     cases = [
-        ({"window": 256}, run),
-        ({"start": 16000}, {*run, place_of}),
-        ({"length": 1024}, {measurement_of, place_of}),
-        ({"stride": 64}, {measurement_of, place_of}),
+        ({"window": 256}, {run_of, measurement_of}),
+        ({"start": 16000}, {run_of, measurement_of}),
+        ({"length": 1024}, {measurement_of}),
+        ({"stride": 64}, {measurement_of}),
         ({"text": "cd34"}, {measurement_of}),
-        ({"commit": "b", "device": "b", "code": "b", "seconds": 1.0}, set()),
+        ({"commit": "b", "device": "b", "code": "b", "seconds": 1.0, "region": "b"}, set()),
         # A switch that is off or not mentioned is the same.
         ({"window": None, "logn_scale": False, "sinks": None, "method": None}, set()),
     ]
+    first = row_at_512(checkpoint="runs/a")
     for change, differing in cases:
-        first, other = one(checkpoint="runs/a"), one(checkpoint="runs/a") | change
-        assert {of for of in identities if of(first) != of(other)} == differing, change
+        identities = (run_of, measurement_of)
+        changed = {
+            identity for identity in identities if identity(first) != identity(first | change)
+        }
+        assert changed == differing, change
 
 
 def test_a_window_of_the_training_length_is_that_many_tokens():
-    by_name, by_number = one(window="train_length"), one(window=512)
+    by_name, by_number = row_at_512(window="train_length"), row_at_512(window=512)
     assert value_of(by_name, "window") == 512
     assert run_of(by_name) == run_of(by_number)
     assert agrees(by_number, by_name), "it answers the same question"
 
 
 def test_an_answer_has_every_fact_of_the_question():
-    assert agrees(one(), {"pos_emb": "rotary", "seed": 1234})
-    assert not agrees(one(), {"seed": 1235})
-    assert not agrees(one(), {"code": "ab"}), "it is not known which code measured it"
+    assert agrees(row_at_512(), {"pos_emb": "rotary", "seed": 1234})
+    assert not agrees(row_at_512(), {"seed": 1235})
+    assert not agrees(row_at_512(), {"code": "ab"}), "it is not known which code measured it"
 
 
-def test_only_rows_of_one_text_stand_together():
-    def together(*found):
-        return len(by_text(found)) == 1
+SLIDING = {"protocol": "sliding", "text": "a"}
+PAPER = {"protocol": "paper", "windows": 320}
+TASK = {"protocol": "task", "windows": 256, "tokens": 1024}
+LONGPPL = {"protocol": "longppl", "text": "a", "all_tokens": 8192, "tokens": 900}
 
-    first = one(text="a")
-    assert together(first, one(text="a", seed=7))
-    assert together(one(), one(length=1024))
-    assert not together(first, one(text="b")), "another copy of the corpus"
-    assert not together(one(), one(tokens=4096)), "a row of old files has no text"
-    assert not together(first, one(text="b", length=1024, tokens=16384)), "more tokens"
-    assert together(first, one(text="b", length=768, tokens=7680)), "the end is left out"
-    other = one(text="b", length=4096, tokens=118784)
-    assert not together(other, one(text="c", length=16384, tokens=131072)), "three windows more"
-    assert not together(first, one(text="a", corpus="arxiv"))
-    tail = {"protocol": "tail", "text": "a"}
-    assert not together(one(**tail, tail=128), one(**tail, tail=256))
-    sliding = {"protocol": "sliding", "text": "a"}
-    assert not together(one(**sliding, stride=128), one(**sliding, stride=256))
-    assert together(one(**sliding, stride=256), one(**sliding, stride=512, length=1024))
-    paper = {"protocol": "paper", "windows": 320}
-    seeds = [one(**paper, text=str(seed), seed=seed) for seed in (1, 2)]
-    assert together(*seeds, one(**paper, text="3", seed=1, length=1024, tokens=327680))
-    assert not together(seeds[0], one(**paper, text="4", seed=1))
-    assert not together(seeds[0], one(protocol="paper", windows=8, text="5", seed=3))
-    task = {"protocol": "task", "windows": 256, "tokens": 1024}
-    problems = one(**task, text="a", seed=1)
-    assert together(problems, one(**task, text="a", seed=2), one(**task, text="b", length=1024))
-    assert not together(problems, one(**task, text="b", seed=2)), "other problems of one length"
-    assert not together(problems, one(**task | {"windows": 8}, text="b", length=1024))
-    position = {"protocol": "position"}
-    assert not together(one(**position, text="a"), one(**position, text="b", length=1024))
-    longppl = {"protocol": "longppl", "text": "a", "all_tokens": 8192}
-    keys = one(**longppl, key_text="k", tokens=900)
-    assert together(keys, one(**longppl, key_text="k", tokens=900, length=1024))
-    assert not together(keys, one(**longppl, key_text="other", tokens=900)), "of another judge"
-    assert not together(keys, one(**longppl, key_text="more", tokens=1000, length=1024))
+
+@pytest.mark.parametrize(
+    ("first", "other", "together"),
+    [
+        ({"text": "a"}, {"text": "a", "seed": 7}, True),
+        ({}, {"length": 1024}, True),
+        ({"text": "a"}, {"text": "b"}, False),  # another copy of the corpus
+        ({}, {"tokens": 4096}, False),  # a row of old files has no text
+        ({"text": "a"}, {"text": "b", "length": 1024, "tokens": 16384}, False),  # more tokens
+        ({"text": "a"}, {"text": "b", "length": 768, "tokens": 7680}, True),  # the end is left out
+        (
+            {"text": "b", "length": 4096, "tokens": 118784},
+            {"text": "c", "length": 16384, "tokens": 131072},
+            False,  # three windows more
+        ),
+        ({"text": "a"}, {"text": "a", "corpus": "arxiv"}, False),
+        ({"tail": 128, "protocol": "tail"}, {"tail": 256, "protocol": "tail"}, False),
+        ({"stride": 128, **SLIDING}, {"stride": 256, **SLIDING}, False),
+        ({"stride": 256, **SLIDING}, {"stride": 512, "length": 1024, **SLIDING}, True),
+        ({**PAPER, "text": "1", "seed": 1}, {**PAPER, "text": "2", "seed": 2}, True),
+        ({**PAPER, "text": "1"}, {**PAPER, "text": "3", "length": 1024, "tokens": 327680}, True),
+        ({**PAPER, "text": "1"}, {**PAPER, "text": "4"}, False),
+        ({**PAPER, "text": "1"}, {**PAPER, "text": "5", "seed": 3, "windows": 8}, False),
+        ({**TASK, "text": "a"}, {**TASK, "text": "b", "length": 1024}, True),
+        ({**TASK, "text": "a"}, {**TASK, "text": "b", "seed": 2}, False),  # other problems
+        ({**TASK, "text": "a"}, {**TASK, "text": "b", "length": 1024, "windows": 8}, False),
+        (
+            {"text": "a", "protocol": "position"},
+            {"text": "b", "protocol": "position", "length": 1024},
+            False,
+        ),
+        ({**LONGPPL, "key_text": "k"}, {**LONGPPL, "key_text": "k", "length": 1024}, True),
+        ({**LONGPPL, "key_text": "k"}, {**LONGPPL, "key_text": "other"}, False),  # another judge
+        (
+            {**LONGPPL, "key_text": "k"},
+            {**LONGPPL, "key_text": "more", "tokens": 1000, "length": 1024},
+            False,
+        ),
+    ],
+)
+def test_only_rows_of_one_text_stand_together(first, other, together):
+    groups = by_text([row_at_512(**first), row_at_512(**other)])
+    assert len(groups) == 2 - together
 
 
 def test_texts_do_not_depend_on_the_order_of_rows_and_what_may_be_of_two_is_of_neither():
-    first = [one(text="a", length=length) for length in (512, 1024)]
-    other = [one(text="b"), one(text="b", seed=7)]
-    of_either = [one(text="c", length=768, tokens=7680)]
-    found = [*first, *other, *of_either]
-    for rows_in_order in itertools.permutations(found):
-        texts = [sorted(map(found.index, text)) for text in by_text(rows_in_order)]
-        assert sorted(texts) == [[0, 1], [2, 3], [4]]
+    first = [row_at_512(text="a", length=length) for length in (512, 1024)]
+    other = [row_at_512(text="b"), row_at_512(text="b", seed=7)]
+    of_either = [row_at_512(text="c", length=768, tokens=7680)]
+    every_row = [*first, *other, *of_either]
+    for rows_in_order in itertools.permutations(every_row):
+        groups = [sorted(map(every_row.index, text)) for text in by_text(rows_in_order)]
+        assert sorted(groups) == [[0, 1], [2, 3], [4]]
+
+
+def test_an_older_row_has_the_region_of_a_newer_one_of_the_same_tokens(tmp_path):
+    old, other = (row_at_512(text=text, seed=seed) for text, seed in (("a", 1), ("b", 2)))
+    new = row_at_512(text="a", seed=3, region="0123")
+    keys = row_at_512(text="a", key_text="k", seed=4)
+    del old["region"], other["region"], keys["region"]
+    for number, measured in enumerate(([old, other, keys, new], [new, keys, other, old])):
+        path = tmp_path / f"{number}.jsonl"
+        for _ in range(2):  # a row that was read and written again has the same region
+            write_results(path, measured)
+        regions = {row["seed"]: row["region"] for row in read_results([path])}
+        assert regions == {1: "0123", 2: "b", 3: "0123", 4: "k"}

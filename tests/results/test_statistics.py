@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from megatron.results.statistics import (
+    Estimate,
     holm,
     mean_of,
     mean_of_blocks,
-    t_distribution,
     t_quantile,
     wilson,
 )
@@ -76,7 +76,7 @@ def test_windows_of_other_sizes_have_the_error_of_independent_clusters():
 def test_a_profile_that_every_window_repeats_changes_the_mean_and_not_its_error():
     noise = np.random.default_rng(5).standard_normal((8, 32))
     profile = np.log1p(np.arange(32))
-    flat, rising = (mean_of_blocks(one.ravel(), [32] * 8) for one in (noise, noise + profile))
+    flat, rising = (mean_of_blocks(blocks.ravel(), [32] * 8) for blocks in (noise, noise + profile))
     assert rising.mean - flat.mean == pytest.approx(profile.mean())
     assert (rising.stderr, rising.df) == (pytest.approx(flat.stderr), flat.df)
     assert rising.n_eff == pytest.approx(flat.n_eff)
@@ -94,7 +94,8 @@ def test_a_profile_that_every_window_repeats_changes_the_mean_and_not_its_error(
 )
 def test_quantiles_are_those_of_the_tables(probability, df, t):
     assert t_quantile(probability, df) == pytest.approx(t, abs=5e-5)
-    assert t_distribution(-t, df) == pytest.approx(1 - probability, abs=1e-5)
+    estimate = Estimate(t, 1.0, df, df + 1, 1, None)
+    assert estimate.p == pytest.approx(2 * (1 - probability), abs=1e-5)
 
 
 def test_holms_correction_is_that_of_r():

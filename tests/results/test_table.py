@@ -39,22 +39,22 @@ def test_the_table_has_a_line_per_encoding_a_column_per_length_and_the_protocol_
 def test_rows_of_several_texts_or_protocols_have_a_table_each():
     tail = rows("rotary", {512: 13.0}, protocol="tail", tail=256, tokens=4096)
     arxiv = rows("rotary", {512: 14.0}, corpus="arxiv")
-    found = table(TWO + tail + arxiv)
-    assert [table(group) in found for group in (TWO, tail, arxiv)] == [True] * 3
-    assert "protocol tail, tail 256\n" in found
-    headings = [part for part in found.split("\n\n") if "\n" not in part]
+    text = table(TWO + tail + arxiv)
+    assert [table(group) in text for group in (TWO, tail, arxiv)] == [True] * 3
+    assert "protocol tail, tail 256\n" in text
+    headings = [part for part in text.split("\n\n") if "\n" not in part]
     equal = "valid: equal_tokens"
     assert headings == [f"stdlib {equal}", "stdlib valid: tail", f"arxiv {equal}"]
 
 
 def test_what_all_rows_share_stands_beneath_the_table():
     variant = {"window": "train_length", "logn_scale": True}
-    found = rows("rotary", {512: 12.0, 1024: 12.1}, **variant)
-    assert "protocol equal_tokens, window 512, logn_scale on\n" in table(found)
-    assert "protocol equal_tokens\n" in table(found + rows("rotary", {512: 12.0}))
+    measured = rows("rotary", {512: 12.0, 1024: 12.1}, **variant)
+    assert "protocol equal_tokens, window 512, logn_scale on\n" in table(measured)
+    assert "protocol equal_tokens\n" in table(measured + rows("rotary", {512: 12.0}))
     options = {"task_args": {"group": "S3"}, "alpha": 0.0, "beta": -2.0, "start": 0}
-    asked = rows("rotary", {512: 12.0}, **options)
-    assert "protocol equal_tokens, task_args group S3, alpha 0.0, beta -2.0\n" in table(asked)
+    optional = rows("rotary", {512: 12.0}, **options)
+    assert "protocol equal_tokens, task_args group S3, alpha 0.0, beta -2.0\n" in table(optional)
 
 
 def test_what_a_reader_must_know_of_numbers_is_noted():
@@ -62,25 +62,25 @@ def test_what_a_reader_must_know_of_numbers_is_noted():
     assert "learned  13.00   n/a\n" in table(refused)
     assert f"learned: n/a at 1024: {BEYOND}" in table(refused)
     note = "each length has its own text: compare encodings at a length, not one encoding at two"
-    paper = [one | {"protocol": "paper", "windows": 16, "epochs": 2} for one in TWO]
+    paper = [row | {"protocol": "paper", "windows": 16, "epochs": 2} for row in TWO]
     assert note in table(paper)
     assert "length 1024: the part is short and was read up to 2 times" in table(paper)
     assert note not in table(TWO)
-    assert "512*" not in table([one | {"step": 0} for one in TWO]), "it was not trained yet"
+    assert "512*" not in table([row | {"step": 0} for row in TWO]), "it was not trained yet"
     longer = rows("alibi", {512: 9.0, 1024: 8.0}, train_length=1024)
     stars = "* training length 512 of mep_free; rotary\n* training length 1024 of alibi\n"
     assert f"\n{stars}" in table(TWO + longer)
 
 
 def test_a_mean_over_seeds_is_over_all_or_none():
-    found = rows("alibi", {512: 10.0, 1024: 9.0}, seed=1, config_hash="1")
-    found += rows("alibi", {512: 12.0, 1024: None}, seed=2, config_hash="2")
-    lines = table(with_bytes(found[::2], 30_000) + found[1::2], over_seeds=True).splitlines()
+    measured = rows("alibi", {512: 10.0, 1024: 9.0}, seed=1, config_hash="1")
+    measured += rows("alibi", {512: 12.0, 1024: None}, seed=2, config_hash="2")
+    lines = table(with_bytes(measured[::2], 30_000) + measured[1::2], over_seeds=True).splitlines()
     assert lines[3].split() == ["alibi", "2", "11.00", "±", "1.41", "n/a"]
-    assert "standard deviation" not in table(found[:2], over_seeds=True)
+    assert "standard deviation" not in table(measured[:2], over_seeds=True)
     assert lines[-1] == "mean ± standard deviation over seeds"
     bits = [math.log2(perplexity) * 8192 / 30_000 for perplexity in (10.0, 12.0)]
-    lines = table(found[::2], bits_per_byte=True, over_seeds=True).splitlines()
+    lines = table(measured[::2], bits_per_byte=True, over_seeds=True).splitlines()
     assert lines[3].split() == ["alibi", "2", f"{mean(bits):.4f}", "±", f"{stdev(bits):.4f}"]
 
 
@@ -94,12 +94,12 @@ def test_numbers_keep_what_matters_and_stay_narrow():
 
 
 def test_a_task_has_tables_of_right_tokens_and_where_they_differ_of_right_answers():
-    found = answers("rotary", {512: (0.999, 0.99), 1024: (0.25, 0.0)}, seed=1)
-    found += answers("rotary", {512: (0.997, 0.97), 1024: (0.15, 0.0)}, seed=2)
-    found += answers("learned", {512: 1.0}) + answers("learned", {1024: None}, reason=BEYOND)
-    measured = "256 problems of the largest size that fits, 1,024 answer tokens, protocol task"
-    assert table(found, over_seeds=True) == (
-        f"token accuracy: % of answer tokens right on task:copy valid, {measured}\n"
+    measured = answers("rotary", {512: (0.999, 0.99), 1024: (0.25, 0.0)}, seed=1)
+    measured += answers("rotary", {512: (0.997, 0.97), 1024: (0.15, 0.0)}, seed=2)
+    measured += answers("learned", {512: 1.0}) + answers("learned", {1024: None}, reason=BEYOND)
+    setting = "256 problems of the largest size that fits, 1,024 answer tokens, protocol task"
+    assert table(measured, over_seeds=True) == (
+        f"token accuracy: % of answer tokens right on task:copy valid, {setting}\n"
         "pos_emb  seeds        512*        1024\n"
         "--------------------------------------\n"
         "rotary       2  99.8 ± 0.1  20.0 ± 7.1\n"
@@ -109,7 +109,7 @@ def test_a_task_has_tables_of_right_tokens_and_where_they_differ_of_right_answer
         f"learned: n/a at 1024: {BEYOND}\n"
         "mean ± standard deviation over seeds\n"
         "\n"
-        f"accuracy: % of answers right in every token on task:copy valid, {measured}\n"
+        f"accuracy: % of answers right in every token on task:copy valid, {setting}\n"
         "pos_emb  seeds        512*       1024\n"
         "-------------------------------------\n"
         "rotary       2  98.0 ± 1.4  0.0 ± 0.0\n"
@@ -119,12 +119,12 @@ def test_a_task_has_tables_of_right_tokens_and_where_they_differ_of_right_answer
 
 
 def test_a_task_of_single_answers_has_one_table_which_names_the_accuracy_of_guessing():
-    found = answers("none", {512: 1.0, 1024: 0.5})
-    assert table(found).count("pos_emb") == 1
-    assert "guessing" not in table(found)
-    parity = [row | {"corpus": "task:parity"} for row in found]
+    measured = answers("none", {512: 1.0, 1024: 0.5})
+    assert table(measured).count("pos_emb") == 1
+    assert "guessing" not in table(measured)
+    parity = [row | {"corpus": "task:parity"} for row in measured]
     assert "guessing has 50 % right\n" in table(parity)
-    both = table([*found, *parity, *(row | {"task_args": {"group": "S3"}} for row in found)])
+    both = table([*measured, *parity, *(row | {"task_args": {"group": "S3"}} for row in measured)])
     headings = [part for part in both.split("\n\n") if part.startswith("task:")]
     assert headings == ["task:copy", "task:parity", "task:copy, task_args group S3"]
 
