@@ -167,11 +167,15 @@ def conditions() -> str:
 def line_of(row: Row, flops_per_ms: float) -> str:
     """A line of the table: the reason, or the figures in the order of HEADER."""
     if row["reason"]:
-        return f"| {row['candidate']} | {row['reason']} | - | - | - | - |\n"
-    ms = float(np.median(row["ms"]))
-    low, ratio, high = np.quantile(row["ratios"] or [np.nan], [0.25, 0.5, 0.75])
-    speed = row["tokens"] * 1000 / ms
-    mfu = 100 * row["flops"] / ms / flops_per_ms
-    times = f"{ms:,.2f} | {ratio:.3g} ({low:.3g}-{high:.3g})"
-    memory = f"{row['peak_bytes'] / 2**20:,.0f}"
-    return f"| {row['candidate']} | {times} | {memory} | {speed:,.0f} | {mfu:.1f} |\n"
+        cells = [row["reason"], *"----"]
+    else:
+        ms = float(np.median(row["ms"]))
+        low, ratio, high = np.quantile(row["ratios"] or [np.nan], [0.25, 0.5, 0.75])
+        cells = [
+            f"{ms:,.2f}",
+            f"{ratio:.3g} ({low:.3g}-{high:.3g})",
+            f"{row['peak_bytes'] / 2**20:,.0f}",
+            f"{row['tokens'] * 1000 / ms:,.0f}",
+            f"{100 * row['flops'] / ms / flops_per_ms:.1f}",
+        ]
+    return f"| {' | '.join([row['candidate'], *cells])} |\n"
