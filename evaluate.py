@@ -64,8 +64,8 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
         metadata = read_overrides(arguments.metadata or (), faults.append)
         if faults:
             raise UserError(f"--metadata: {faults[0]}; write --metadata key=value")
-        of_tasks = (arguments.task_folder, arguments.limit, arguments.shots)
-        tasks = Tasks(arguments.tasks, *of_tasks, metadata)
+        limits = (arguments.task_folder, arguments.limit, arguments.shots)
+        tasks = Tasks(arguments.tasks, *limits, metadata)
         rows, output = evaluate_tasks(config, tasks, options)
         if here().first:
             print(table_of_tasks(rows))
@@ -98,10 +98,10 @@ def show(evaluation: MeasuredRows, *, repairs: bool = False) -> None:
             by_protocol.setdefault(row.get("protocol", ""), []).append(row)
     for rows in by_protocol.values():
         print(table(rows), end="\n\n")
-        if known := with_bits(rows):
-            print(table(known, bits_per_byte=True), end="\n\n")
-        if repairs and (found := two_by_two(rows)):
-            print(found.text(), end="\n\n")
+        if counted := with_bits(rows):
+            print(table(counted, bits_per_byte=True), end="\n\n")
+        if repairs and (cells := two_by_two(rows)):
+            print(cells.text(), end="\n\n")
         if gains := table_of_gains(rows):
             print(gains.text(), end="\n\n")
     for file in evaluation.rows:

@@ -4,7 +4,7 @@ import itertools
 import json
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from megatron.results.files import LINES, existing_results, write_results
 from megatron.results.row import (
     ATTENTION_INPUTS,
     EXACT,
+    Facts,
     Question,
     Row,
     agrees,
@@ -86,8 +87,7 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
                 placed.position.check_parts()
             except UserError as fault:
                 raise UserError(f"--judge: {fault}") from None
-        moved = [one for one in attentions if one.method is not None or one.sinks is not None]
-        if moved:
+        if any(attention.method or attention.sinks is not None for attention in attentions):
             raise UserError(
                 f"context_parallel_size: {size} ranks share no text under --method or --sinks,"
                 " which move tokens - set it to 1"
@@ -123,12 +123,12 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
         windows_of = {}
         for name, protocol in protocols.items():
             protocol.check(text)
-            of_lengths = protocol.lengths(text)
-            windows_of[name] = [protocol.windows_at(text, length) for length in of_lengths]
-        for several in windows_of.values():
-            for windows in several:
+            windows_of[name] = []
+            for length in protocol.lengths(text):
+                windows = protocol.windows_at(text, length)
                 run.check_known_tokens(windows.ids)
                 judge.check_known_tokens(windows.ids)
+                windows_of[name].append(windows)
         for attention, (name, protocol) in itertools.product(attentions, protocols.items()):
             words = [name] if name != "equal_tokens" else []
             words += [options.dtype] if options.dtype != "fp32" else []
@@ -151,8 +151,8 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
     bars = {"mininterval": seconds, "delay": seconds, "leave": False, "disable": not grid.first}
     owned = [owned_file(output, "--output") for output in rows]
     with owned_by_first(grid, *owned), ended_together(grid):
-        for one in (model, judge.model):
-            one.to(grid.device, DTYPES[options.dtype])
+        for network in (model, judge.model):
+            network.to(grid.device, DTYPES[options.dtype])
         use_threads(count_parameters(model), grid.device)
         for output, tokens, attention, facts_of_text, by_length in jobs:
             model.use_attention(attention)
@@ -162,18 +162,18 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
             existing = grid.gather(existing_results(output))[0]
             for windows in by_length:
                 name = f"{facts['protocol']} {windows.length}"
-                asked = facts | windows.facts | {"length": windows.length, "text": windows.text}
-                # Means between other positions are another answer.
-                edges = {"position_edges": list(windows.edges)} if windows.edges else {}
-                kept = answered(asked | edges, existing)
+                question = facts | windows.facts
+                question |= {"length": windows.length, "text": windows.text}
+                if windows.edges:  # means between other positions are another answer
+                    question["position_edges"] = list(windows.edges)
+                row = existing_row = answer(question, existing)
                 keep = 0
                 if options.keep_losses and not windows.rule:
                     keep = windows.whole(options.keep_losses)
                     # A row without a loss has no others either.
-                    if kept and kept["loss"] is not None:
-                        losses = kept.get("token_losses", [])
-                        kept = kept if len(losses) == keep else None
-                row, spent = kept, "kept from an earlier call"
+                    if row and row["loss"] is not None and len(row.get("token_losses", [])) != keep:
+                        row = existing_row = None
+                spent = "kept from an earlier call"
                 if row is None:
                     total = None if windows.rule else len(windows.ids)
                     with tqdm(total=total, desc=name, **bars) as bar:
@@ -189,14 +189,14 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
                             model.use_attention(attention)
                         keys = keys_of.get(id(windows))
                         numbers = measured(model, windows, keys=keys, keep=keep, **how)
-                    row = cast(Row, asked | numbers)
+                    row = cast(Row, question | numbers)
                     spent = f"{numbers['seconds']:.1f} s"
                 # The tokenizer may have been absent before.
                 if row.get("bytes_from") != EXACT and not windows.rule:
                     row = with_facts(row, run.bytes_of_text(tokens, windows, row["loss"]))
                 if keep and not row.get("token_texts"):
                     row = with_facts(row, run.texts_of_targets(tokens, windows, keep))
-                if grid.first and row != kept:
+                if grid.first and row != existing_row:
                     write_results(output, [row])  # at once: the longest length may fail
                 if grid.first:
                     result = f"no perplexity ({row.get('reason')})"
@@ -209,7 +209,7 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
 
 def judge_of(run: LoadedRun, options: Options) -> LoadedModel:
     """The model that says which tokens are key tokens: another checkpoint, or the run itself."""
-    folder = options.of_protocols.get("judge")
+    folder = options.protocol_options.get("judge")
     if folder is None:
         return run
     try:
@@ -246,14 +246,14 @@ def variants(
 
     Raises UserError with all that is wrong with sinks, clipped distances and methods.
     """
-    values = options.of_attention
+    values = options.attention_values
     if options.two_by_two:
-        given = ["--" + key.replace("_", "-") for key in values]
-        given += [key for key in VARIED if key != "paper_precision" and getattr(attention, key)]
-        if given:
+        varied = ["--" + key.replace("_", "-") for key in values]
+        varied += [key for key in VARIED if key != "paper_precision" and getattr(attention, key)]
+        if varied:
             raise UserError(
                 "--two-by-two: varies windows, log n and distances of a model that has none"
-                f" of these - leave out {', '.join(given)}"
+                f" of these - leave out {', '.join(varied)}"
             )
         # Rotations are clipped by ReRoPE, tables by their last value; others have no distance.
         last = train_length - 1
@@ -270,7 +270,7 @@ def variants(
         window = {"window": train_length, "window_layers": ()}
         cells = ({}, clip, scaled, clip | scaled, window)
         return list(dict.fromkeys(replace(attention, **cell) for cell in cells))
-    found: dict[MeasuredAttention, None] = {}
+    combinations: dict[MeasuredAttention, None] = {}
     faults: dict[str, None] = {}
     for combination in itertools.product(*values.values()):
         chosen = dict(zip(values, combination, strict=True))
@@ -283,21 +283,21 @@ def variants(
             # With all of its options, so that equal ones have equal rows.
             method = method_of(settings.method, train_length)
             settings = replace(settings, method=method.text)
-        found[settings] = None
+        combinations[settings] = None
     if faults:
         raise UserError("\n".join(faults))
-    return list(found)
+    return list(combinations)
 
 
-def answered(question: Mapping[str, Any], rows: Iterable[Row]) -> Row | None:
+def answer(question: Facts, rows: Iterable[Row]) -> Row | None:
     """The first row that has every fact of the question and the same attention inputs, or None.
 
     A question without a window is not answered by a row with one.
     """
-    wanted = json.loads(json.dumps(question))  # as JSON gives it back: tuples are lists
-    inputs = identity(cast(Question, wanted), ATTENTION_INPUTS)
+    question = json.loads(json.dumps(question))  # as JSON gives it back: tuples are lists
+    inputs = identity(cast(Question, question), ATTENTION_INPUTS)
     for row in rows:
-        if agrees(row, wanted) and identity(row, ATTENTION_INPUTS) == inputs:
+        if agrees(row, question) and identity(row, ATTENTION_INPUTS) == inputs:
             return row
     return None
 
@@ -335,7 +335,7 @@ def evaluate_as_published(config: Config) -> Iterator[MeasuredRows]:
             lengths=[length],
             protocol=["paper"],
             dtype=dtype,
-            of_protocols={
+            protocol_options={
                 "windows": windows,
                 "start": validations * windows if part == "valid" else 0,
             },

@@ -97,16 +97,13 @@ class LoadedModel:
 
     def tokenizer_files(self, prefixes: Iterable[Path]) -> list[TokenizerFiles]:
         """Where its tokenizer's files may be: as given, as in training, beside token files."""
-        found: list[TokenizerFiles] = []
-        described = self.tokenizer.get("type")
-        if described and not needs_files(described):
-            found.append((described, None, None))
+        places: list[TokenizerFiles] = [(self.tokenizer.get("type") or "", None, None)]
         for data in (self.config.data, self.trained.data):
-            if data.vocab_file or not needs_files(data.tokenizer_type):
-                found.append((data.tokenizer_type, data.vocab_file, data.merge_file))
+            places.append((data.tokenizer_type, data.vocab_file, data.merge_file))
+        places = [place for place in places if place[0] and (place[1] or not needs_files(place[0]))]
         for prefix in prefixes:
-            found.append(("HFTokenizer", str(prefix.with_name(BESIDE_TOKENS)), None))
-        return list(dict.fromkeys(found))
+            places.append(("HFTokenizer", str(prefix.with_name(BESIDE_TOKENS)), None))
+        return list(dict.fromkeys(places))
 
     def check_known_tokens(self, windows: Iterable[np.ndarray]) -> None:
         """Raises UserError if the text holds a token that the embedding does not have."""
@@ -200,8 +197,8 @@ class LoadedRun(LoadedModel):
         sizes = None if tokenizer is None else tokenizer.token_bytes()
         if sizes is not None:
             for targets in windows.targets:
-                known = targets[targets < len(sizes)]  # rows of the embedding may be padded
-                size += int(sizes[known].sum())
+                tokens_with_text = targets[targets < len(sizes)]  # rows may be padded
+                size += int(sizes[tokens_with_text].sum())
         elif tokens.text_bytes:
             if CHECKSUM not in tokens.meta:
                 _note(
@@ -228,7 +225,7 @@ class LoadedRun(LoadedModel):
                 # Some tokenizers lose the space before a token that stands alone.
                 before, both = ids[place : place + 1].tolist(), ids[place : place + 2].tolist()
                 text = tokenizer.decode(both)[len(tokenizer.decode(before)) :]
-                texts.append(CONTROL.sub(lambda found: chr(0x2400 + ord(found[0]) % 0x40), text))
+                texts.append(CONTROL.sub(lambda match: chr(0x2400 + ord(match[0]) % 0x40), text))
         return {"token_texts": texts}
 
 
@@ -307,12 +304,12 @@ def loaded_run(config: Config | None, folder: str | Path | None, step: int | Non
 
     # On the data of the training the split must agree too: else text of the training is measured.
     # pos_emb_file is no such key: its text was compared when the checkpoint was read.
-    wanted, of_training = config.model_keys(), trained.model_keys()
+    model_keys, trained_keys = config.model_keys(), trained.model_keys()
     measured_on, trained_on = names_data.data.data_path, trained.data.data_path
     if measured_on and trained_on and Path(measured_on).resolve() == Path(trained_on).resolve():
-        wanted["split"] = config.data.split
-        of_training["split"] = trained.data.split
-    check_same_model(wanted, of_training, path)
+        model_keys["split"] = config.data.split
+        trained_keys["split"] = trained.data.split
+    check_same_model(model_keys, trained_keys, path)
 
     trained_whole = trained.data.train_data_paths
     if texts.weights and trained_on:  # as a whole, it holds the training's share
@@ -347,19 +344,19 @@ def loaded_run(config: Config | None, folder: str | Path | None, step: int | Non
 
 
 def check_same_model(
-    given: Mapping[str, Any], trained: Mapping[str, Any], checkpoint: Path | str
+    settings: Mapping[str, Any], trained: Mapping[str, Any], checkpoint: Path | str
 ) -> None:
     """Raises UserError if the configuration given is not that of the trained model.
 
     The message names every differing key with both values.
 
-    given, trained: the keys that describe a model, such as {"num_layers": 12}
+    settings, trained: the keys that describe a model, such as {"num_layers": 12}
     """
     lines = [f"{checkpoint}: is a checkpoint of another model - {FIT}"]
     for key, value in trained.items():
-        if key in given and given[key] != value:
+        if key in settings and settings[key] != value:
             lines.append(
-                f"{key}: {given[key]!r} is given, the checkpoint was trained with {value!r}"
+                f"{key}: {settings[key]!r} is given, the checkpoint was trained with {value!r}"
             )
     if len(lines) > 1:
         raise UserError("\n  ".join(lines))
@@ -372,7 +369,7 @@ def variant(attention: MeasuredAttention) -> Facts:
     """
     values = {key: getattr(attention, key) for key in ATTENTION_INPUTS}
     if attention.window_layers:
-        values["window"] = ",".join(str(one or "none") for one in attention.window_layers)
+        values["window"] = ",".join(str(window or "none") for window in attention.window_layers)
     return {key: value for key, value in values.items() if value}
 
 
@@ -384,9 +381,9 @@ def checkpoint_folder(config: Config | None, step: int | None) -> str:
     """
     named: list[str | None] = []
     if config:
-        own = Path(config.sources[0]).parent if config.sources else None
-        if own and step is None and (own / "checkpoint.json").exists():
-            return str(own)
+        folder = Path(config.sources[0]).parent if config.sources else None
+        if folder and step is None and (folder / "checkpoint.json").exists():
+            return str(folder)
         load, save = config.checkpoint.load, config.checkpoint.save
         named = [save] if config.checkpoint.finetune and save else [load, save]
     folders = list(dict.fromkeys(folder for folder in named if folder))

@@ -5,7 +5,7 @@ import contextlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -52,9 +52,9 @@ class Options(CheckpointOptions):
     """The options of one evaluation beside its configuration.
 
     protocol: names in PROTOCOLS; empty for equal_tokens
-    of_protocols: options of single protocols, by their names in megatron.protocols.OPTIONS
-    of_attention: values of the settings in VARIED, each on the same weights; without values it is
-        that of the configuration
+    protocol_options: options of single protocols, by their names in megatron.protocols.OPTIONS
+    attention_values: values of the settings in VARIED, each on the same weights; of others it is
+        the configuration's
     keep_losses: scored targets, at most, whose own losses a row has too
     two_by_two: the variants that tell untrained distances from untrained numbers of keys, in place
         of values of these settings
@@ -62,8 +62,8 @@ class Options(CheckpointOptions):
     """
 
     protocol: Sequence[str] = ()
-    of_protocols: Mapping[str, Any] = field(default_factory=dict)
-    of_attention: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    protocol_options: Mapping[str, Any] = field(default_factory=dict)
+    attention_values: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     two_by_two: bool = False
     keep_losses: int = 0
     dtype: str = "fp32"
@@ -71,10 +71,12 @@ class Options(CheckpointOptions):
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Self:
         words = vars(arguments)
-        of_protocols = {name: words[name] for name in OPTIONS if words[name] is not None}
-        of_attention = {name: words[name] for name in VARIED if words[name]}
+        protocol_options = {name: words[name] for name in OPTIONS if words[name] is not None}
+        attention_values = {name: words[name] for name in VARIED if words[name]}
         return super().of(
-            argparse.Namespace(**words, of_protocols=of_protocols, of_attention=of_attention)
+            argparse.Namespace(
+                **words, protocol_options=protocol_options, attention_values=attention_values
+            )
         )
 
     def protocols(self, usual: str) -> dict[str, Protocol]:
@@ -83,7 +85,7 @@ class Options(CheckpointOptions):
         Raises UserError for an option that none of them reads.
         """
         names = dict.fromkeys(self.protocol or [usual])
-        for name in self.of_protocols:
+        for name in self.protocol_options:
             readers = OPTIONS[name].defaults
             if not readers.keys() & names.keys():
                 option = "--" + name.replace("_", "-")
@@ -91,12 +93,12 @@ class Options(CheckpointOptions):
                     f"{option}: is read by --protocol {' or '.join(readers)} alone, and measured"
                     f" is {', '.join(names)} - name that protocol too, or leave {option} out"
                 )
-        return {name: protocol_of(name, self.of_protocols) for name in names}
+        return {name: protocol_of(name, self.protocol_options) for name in names}
 
 
 def option_names() -> list[str]:
     """The options of evaluate.py beside tasks, as sweeps spell them."""
-    names = [option.name for option in fields(Options) if not option.name.startswith("of_")]
+    names = [option.name for option in fields(Options) if option.default is not MISSING]
     return [*names, *OPTIONS, *VARIED]
 
 

@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from megatron.errors import UserError
-from megatron.model import GPT
 from megatron.parallel.context import Context
 from megatron.parallel.grid import Grid
 from megatron.protocols import BLOCK, Windows, digits
@@ -28,7 +26,7 @@ class Refusal(Exception):
 
 
 def measured(
-    model: nn.Module,
+    model: Any,
     windows: Windows,
     *,
     keys: Sequence[np.ndarray] | str | None = None,
@@ -45,59 +43,69 @@ def measured(
     Raises UserError if a batch does not fit into the device's memory.
     """
     started = time.perf_counter()
-    losses = []
+    facts: Facts = {}
+    losses: list[np.ndarray] = []
+    reason = keys if isinstance(keys, str) else None
     try:
         losses = losses_of_targets(model, windows, **how)
         if windows.rule and keys is None:
             keys = key_tokens(model, windows, long=losses, **how)
-    except Refusal as fault:
-        keys = str(fault)
-    rule = windows.rule
-    if rule is None or keys is None or isinstance(keys, str):
-        numbers = numbers_of(windows, keys or losses, time.perf_counter() - started)
-        if keep and numbers["loss"] is not None:
-            single = np.concatenate([of_window[0] for of_window in losses])
-            numbers["token_losses"] = single[:keep].round(DIGITS).tolist()
-        return numbers
-
-    # Of all targets, the key tokens are kept. A block never crosses from one window to the next.
-    all_losses = np.concatenate([of_window[0] for of_window in losses])
-    places = {number: key for number, key in enumerate(keys) if len(key)}  # by window
-    scored = replace(
-        windows,
-        ids=[windows.ids[number] for number in places],
-        starts=[windows.starts[number] for number in places],
-        scored=list(places.values()),
-    )
-    kept: list[np.ndarray] | str = [losses[number][:, places[number]] for number in places]
-    loss = float(all_losses.mean())
-    if not math.isfinite(loss):
-        kept = f"the loss over all targets is {loss}"
-    elif not places:
-        kept = (
-            f"no key token: no target has a loss below {-rule.beta:g} (--beta) that rises by more"
-            f" than --alpha {rule.alpha:g} when it sees --trunc-len {rule.trunc_len} tokens alone"
-            " - give a lower --alpha, and say so, a lower --beta or another --judge"
+            reason = keys if isinstance(keys, str) else None
+    except Refusal as refusal:
+        reason = str(refusal)
+    if windows.rule and reason is None:
+        assert keys is not None
+        assert not isinstance(keys, str)
+        all_losses = np.concatenate(losses, axis=1)[0]
+        loss = float(all_losses.mean())
+        facts = {
+            "windows": len(windows.ids),
+            "all_tokens": len(all_losses),
+            "all_loss": loss if math.isfinite(loss) else None,
+            "all_perplexity": perplexity_of(loss),
+        }
+        # Of all targets, the key tokens are kept. A block never crosses from a window to the next.
+        numbers = [number for number, places in enumerate(keys) if len(places)]
+        losses = [losses[number][:, keys[number]] for number in numbers]
+        if numbers:
+            in_region = [number * windows.length + keys[number] for number in numbers]
+            facts["key_text"] = digits(in_region)
+            facts["window_tokens"] = [len(keys[number]) for number in numbers]
+        else:
+            reason = no_key_token(windows)
+        if facts["all_loss"] is None:
+            reason = f"the loss over all targets is {loss}"
+        windows = replace(
+            windows,
+            ids=[windows.ids[number] for number in numbers],
+            starts=[windows.starts[number] for number in numbers],
+            scored=[keys[number] for number in numbers],
         )
-        if rule.trunc_len >= windows.length:
-            kept = (
-                f"no key token: no context is longer than --trunc-len {rule.trunc_len}"
-                " - give a shorter one, or a longer length"
-            )
-    facts = numbers_of(scored, kept, time.perf_counter() - started)
-    facts["windows"] = len(windows.ids)
-    facts["all_tokens"] = len(all_losses)
-    facts["all_loss"] = loss if math.isfinite(loss) else None
-    facts["all_perplexity"] = perplexity_of(loss)
-    if places:
-        in_region = [number * windows.length + of_window for number, of_window in places.items()]
-        facts["key_text"] = digits(in_region)
-        facts["window_tokens"] = scored.counts.tolist()
-    return facts
+    row = numbers_of(windows, losses, reason, time.perf_counter() - started) | facts
+    if keep and row["loss"] is not None:
+        single = np.concatenate(losses, axis=1)[0]
+        row["token_losses"] = single[:keep].round(DIGITS).tolist()
+    return row
+
+
+def no_key_token(windows: Windows) -> str:
+    """The reason why a length has no key tokens, and what gives some."""
+    rule = windows.rule
+    assert rule is not None
+    if rule.trunc_len >= windows.length:
+        return (
+            f"no key token: no context is longer than --trunc-len {rule.trunc_len}"
+            " - give a shorter one, or a longer length"
+        )
+    return (
+        f"no key token: no target has a loss below {-rule.beta:g} (--beta) that rises by more"
+        f" than --alpha {rule.alpha:g} when it sees --trunc-len {rule.trunc_len} tokens alone"
+        " - give a lower --alpha, and say so, a lower --beta or another --judge"
+    )
 
 
 def key_tokens(
-    judge: nn.Module,
+    judge: Any,
     windows: Windows,
     *,
     long: Sequence[np.ndarray] | None = None,
@@ -105,24 +113,24 @@ def key_tokens(
 ) -> list[np.ndarray] | str:
     """Positions of the key tokens of `windows.rule`: [windows] of [keys], or why there are none.
 
-    long: the judge's losses of all targets, if they are known; how: as for `losses_of_targets`
+    long: the judge's losses of all targets, if they were measured; how: as for `losses_of_targets`
     """
     rule = windows.rule
     assert rule is not None
     try:
         long = long or losses_of_targets(judge, windows, **how)
         short = [losses_of_targets(judge, pieces, **how) for pieces in rule.short_windows(windows)]
-    except Refusal as fault:
-        return f"the judge: {fault}"
+    except Refusal as refusal:
+        return f"the judge: {refusal}"
     keys = []
-    for number, of_window in enumerate(long):
-        pieces = [of_start[number][0] for of_start in short]
-        keys.append(rule.places(of_window[0], pieces))
+    for number, losses in enumerate(long):
+        pieces = [losses_of_start[number][0] for losses_of_start in short]
+        keys.append(rule.places(losses[0], pieces))
     return keys
 
 
 def losses_of_targets(
-    model: nn.Module,
+    model: Any,
     windows: Windows,
     *,
     batch_tokens: int = 16384,
@@ -148,47 +156,45 @@ def losses_of_targets(
     batch_size = max(1, batch_tokens // windows.length)
     batches = [order[first : first + batch_size] for first in order[::batch_size]]
     place, places = grid.rank, grid.ranks
-    own_targets = slice(None)
+    part = slice(None)  # of the targets, in this process
     if context is not None and windows.length % context.ranks == 0:
         place, places = grid.data_rank, grid.data_ranks
-        own_targets = context.part(windows.length)
-    else:
-        context = None
-    if context is not None and isinstance(model, GPT):
+        part = context.part(windows.length)
         try:  # else the last rank alone would find out
             model.check_length(windows.length)
         except UserError as fault:
             raise Refusal(str(fault)) from None
+    else:
+        context = None
 
-    own: dict[int, np.ndarray] = {}
+    losses: dict[int, np.ndarray] = {}
     refusal = None
     training = model.training
+    begin_of_text = getattr(model, "begin_of_text", None)
     model.eval()
+    model.context = context
     try:
-        if isinstance(model, GPT):
-            model.context = context
         for batch in batches[place::places]:
             tokens = np.stack([windows.ids[number] for number in batch]).astype(np.int64)
             ids = torch.from_numpy(tokens).to(device)
-            inputs, labels = ids[:, :-1], ids[:, 1:]
-            if isinstance(model, GPT) and model.begin_of_text is not None:
+            inputs, labels = ids[:, :-1].clone(), ids[:, 1:]
+            if begin_of_text is not None:
                 # In the place of the first token, which is never a target: lengths stay.
-                first = torch.full_like(inputs[:, :1], model.begin_of_text)
-                inputs = torch.cat([first, inputs[:, 1:]], dim=1)
+                inputs[:, 0] = begin_of_text
             with torch.inference_mode():
                 if windows.answers:
                     logits = model(inputs).float()
-                    labels = labels[:, own_targets]
-                    losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+                    labels = labels[:, part]
+                    nats = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
                     right = logits.argmax(dim=-1) == labels
-                    found = torch.stack([losses, right], dim=1)
+                    values = torch.stack([nats, right], dim=1)
                 else:
-                    found = model(inputs, labels)[:, None]
+                    values = model(inputs, labels)[:, None]
                 if context is not None:
-                    found = context.gather(found)
-            rows = found.float().cpu().numpy()  # [batch, 1, length]; 2 with what is right
+                    values = context.gather(values)
+            rows = values.float().cpu().numpy()  # [batch, 1, length]; 2 with what is right
             for number, row in zip(batch, rows, strict=True):
-                own[number] = row[:, windows.scored[number]].astype(np.float64)
+                losses[number] = row[:, windows.scored[number]].astype(np.float64)
             advance(len(batch) * places)  # the other processes are about as far as this one
     except UserError as fault:
         if context is not None:  # the others are inside an exchange
@@ -201,25 +207,29 @@ def losses_of_targets(
         ) from None
     finally:
         model.train(training)
-        if isinstance(model, GPT):
-            model.context = None
-    gathered = grid.gather((own, refusal))
-    refusal = next((reason for _, reason in gathered if reason is not None), None)
+        model.context = None
     everywhere: dict[int, np.ndarray] = {}
-    for finished, _ in gathered:
+    refusals = []
+    for finished, reason in grid.gather((losses, refusal)):
         everywhere |= finished
-    if refusal is not None:
-        raise Refusal(refusal)
+        refusals += [reason] if reason else []
+    if refusals:
+        raise Refusal(refusals[0])
     return [everywhere[number] for number in order]
 
 
-def numbers_of(windows: Windows, found: Sequence[np.ndarray] | str, seconds: float) -> Facts:
+def numbers_of(
+    windows: Windows, losses: Sequence[np.ndarray], reason: str | None, seconds: float
+) -> Facts:
     """The numbers of one length.
 
-    found: what `losses_of_targets` returns, or the reason why there is nothing
+    losses: what `losses_of_targets` returns; reason: why there is nothing, or None
     """
     counts = windows.counts
     tokens = int(counts.sum())
+    names = ["loss", "perplexity", "loss_stderr", "window_losses"]
+    if windows.answers:
+        names += ["accuracy", "token_accuracy", "window_accuracies"]
     numbers: Facts = {
         "length": windows.length,
         "windows": len(windows.ids),
@@ -227,26 +237,21 @@ def numbers_of(windows: Windows, found: Sequence[np.ndarray] | str, seconds: flo
         "region": windows.region,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
-        "reason": found if isinstance(found, str) else None,
-        **dict.fromkeys(("loss", "perplexity", "loss_stderr", "window_losses")),
+        "reason": reason,
+        **dict.fromkeys(names),
     }
-    if windows.answers:
-        numbers |= dict.fromkeys(("accuracy", "token_accuracy", "window_accuracies"))
-    if isinstance(found, str):
+    if reason is not None:
         return numbers
 
     # Each window is summed by itself, so that neither its batch nor its process changes its sum.
-    targets = [of_window[0] for of_window in found]  # [windows] of [count]
     edges = windows.edges[:-1] or (0,)
-    sums = np.array([np.add.reduceat(window, edges) for window in targets])  # [windows, buckets]
+    sums = np.array([np.add.reduceat(window[0], edges) for window in losses])  # [windows, buckets]
     loss = float(sums.sum()) / tokens
     if not math.isfinite(loss):
         return numbers | {"reason": f"the loss is {loss}"}
     perplexity = perplexity_of(loss)
     window_means = sums.sum(axis=1) / counts
-    starts = windows.block_starts
-    block_counts = np.diff([*starts, tokens])
-    block_means = np.add.reduceat(np.concatenate(targets), starts) / block_counts
+    nats, *right = np.concatenate(losses, axis=1)
     numbers |= {
         "loss": loss,
         "perplexity": perplexity,
@@ -254,17 +259,17 @@ def numbers_of(windows: Windows, found: Sequence[np.ndarray] | str, seconds: flo
         "loss_stderr": mean_of(window_means, counts).stderr,
     }
     if windows.answers:
-        right = [of_window[1] for of_window in found]
-        shares = np.array([answers.mean() for answers in right])  # [windows]
+        shares = np.array([window[1].mean() for window in losses])  # [windows]
         return numbers | {
             "accuracy": float((shares == 1).mean()),
-            "token_accuracy": float(np.concatenate(right).mean()),
+            "token_accuracy": float(right[0].mean()),
             "window_accuracies": shares.round(DIGITS_OF_SHARES).tolist(),
         }
-    numbers |= {
-        "window_losses": window_means.round(DIGITS).tolist(),
-        "block_losses": block_means.round(DIGITS).tolist(),
-    }
+    starts = windows.block_starts
+    block_counts = np.diff([*starts, tokens])
+    block_means = np.add.reduceat(nats, starts) / block_counts
+    numbers["window_losses"] = window_means.round(DIGITS).tolist()
+    numbers["block_losses"] = block_means.round(DIGITS).tolist()
     if (counts != counts[0]).any():
         numbers["window_tokens"] = counts.tolist()
     if (block_counts != BLOCK).any():

@@ -87,10 +87,10 @@ def probe(
     """
     run = loaded_run(config, options.checkpoint, options.step)
     config, model = run.config, run.model
-    tokens, *others = run.texts.files
-    if others:
+    tokens, *further_files = run.texts.files
+    if further_files:
         key = f"{run.texts.name}_data_paths"
-        choices = ", ".join(str(one.prefix) for one in run.texts.files)
+        choices = ", ".join(str(file.prefix) for file in run.texts.files)
         raise UserError(f"{key}: probes read one corpus - give one of {choices} as {key}=[PREFIX]")
 
     if isinstance(tokens, TaskText):
@@ -209,13 +209,13 @@ def asked(
 
     words = len(np.unique(text))
     results = []
-    for place, of_place in zip(places, answers, strict=True):
+    for place, tables in zip(places, answers, strict=True):
         result: Facts = {axis_of(name): place, "trials": trials, "probe_seed": seed, "tokens": 0}
         if task.form:
             result["form"] = dict(task.form)
         result |= {"chance": 1 / words, "reason": reason, **dict.fromkeys(NUMBERS)}
         if reason is None:
-            table = np.stack(of_place)  # [trials, 5, count]
+            table = np.stack(tables)  # [trials, 5, count]
             accuracy, log_probability, without, choices, guess = table.mean(axis=(0, 2)).tolist()
             result |= {"accuracy": accuracy, "chance": choices / words}
             result |= {"log_probability": log_probability, "without": without}
@@ -238,8 +238,8 @@ def scores_of(model: GPT) -> Scores:
         # Some targets at a time: the logits of all would need too much memory.
         size = tokens_at_once(x.device)
         parts = zip(x.split(size, dim=1), targets.split(size), strict=True)
-        found = [scored(F.linear(x, model.output_matrix), targets) for x, targets in parts]
-        correct, log_probability = zip(*found, strict=True)
+        answers = [scored(F.linear(x, model.output_matrix), targets) for x, targets in parts]
+        correct, log_probability = zip(*answers, strict=True)
         return torch.cat(correct, dim=1), torch.cat(log_probability, dim=1)
 
     return scores
@@ -257,12 +257,9 @@ def scored(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     choices = targets.view(len(targets), -1)
     is_token = choices != NO_TOKEN
     index = choices.clamp(min=0).expand(len(logits), -1, -1)  # [batch, count, choices]
-    own = logits.gather(2, index).masked_fill(~is_token, -math.inf)
-    best = logits.amax(dim=2, keepdim=True)
-    number_of_best = (logits == best).sum(dim=2)
-    right_ones_of_best = (own == best).sum(dim=2)
-    correct = right_ones_of_best / number_of_best
-    log_probabilities = logits.float().log_softmax(dim=2)
-    of_choices = log_probabilities.gather(2, index)
-    of_right_ones = of_choices.masked_fill(~is_token, -math.inf)
-    return correct, of_right_ones.logsumexp(dim=2)
+    best = logits == logits.amax(dim=2, keepdim=True)
+    right_ones_of_best = (best.gather(2, index) & is_token).sum(dim=2)
+    correct = right_ones_of_best / best.sum(dim=2)
+    log_probabilities = logits.float().log_softmax(dim=2).gather(2, index)
+    right_ones = log_probabilities.masked_fill(~is_token, -math.inf)
+    return correct, right_ones.logsumexp(dim=2)

@@ -70,12 +70,12 @@ class Material:
             )
         return self.random.permutation(words)
 
-    def filler(self, length: int, without: np.ndarray, others: np.ndarray) -> np.ndarray:
-        """A random piece of the text, with random `others` in place of `without`: [length]."""
+    def filler(self, length: int, without: np.ndarray, spare: np.ndarray) -> np.ndarray:
+        """A random piece of the text, with random `spare` ones in place of `without`: [length]."""
         start = int(self.random.integers(0, len(self.text) - length + 1))
         filler = self.text[start : start + length].copy()
         replaced = np.isin(filler, without)
-        filler[replaced] = self.random.choice(others, replaced.sum())
+        filler[replaced] = self.random.choice(spare, replaced.sum())
         return filler
 
 
@@ -179,11 +179,11 @@ def multikey(of: Material, *, most: int | None = NEEDLES) -> Iterator[Trial]:
     words = of.shuffled("multikey", FEWEST)
     question_start = of.length - (KEYED - 1)
     fitting = question_start // KEYED
-    wanted = fitting if most is None else min(most, fitting)
+    needles_at_most = fitting if most is None else min(most, fitting)
     # Keys are cells of a square of tokens. A quarter of the words for each side leaves values.
-    smallest = math.ceil(math.sqrt(wanted))
+    smallest = math.ceil(math.sqrt(needles_at_most))
     side = min(smallest, len(words) // 4)
-    count = min(wanted, side**2)
+    count = min(needles_at_most, side**2)
     ends = np.cumsum([1, side, side])
     cue, first_of_key, second_of_key, rest = np.split(words, ends)
     keys = of.random.permutation(side**2)[:count]
@@ -239,9 +239,9 @@ def variable_tracking(of: Material) -> Iterator[Trial]:
     by_chain = np.argsort(order)
     link = by_chain % links  # how many of its chain stand before each assignment
     contexts = []
-    for known in (names, other_names):
-        source = known[chain, link]
-        variable = known[chain, link + 1]
+    for names_of_context in (names, other_names):
+        source = names_of_context[chain, link]
+        variable = names_of_context[chain, link + 1]
         be_tokens = np.repeat(be, count)
         assignments = np.stack([be_tokens, variable, source], axis=1)
         contexts.append(_inserted(filler, assignments, spots))
@@ -354,7 +354,8 @@ def _counting(
     answer = words[named]
     start = np.concatenate([example, mark, example_words[:answers]])
     end = np.concatenate([mark, answer[:-1]])
-    ids = np.stack([np.concatenate([start, one[listed], end]) for one in (words, other_words)])
+    lists_of_words = [words[listed], other_words[listed]]
+    ids = np.stack([np.concatenate([start, listed_words, end]) for listed_words in lists_of_words])
 
     right = count[named]  # tokens of the list that are right
     before = np.cumsum(right) - right  # tokens of words that were named before

@@ -103,7 +103,7 @@ def evaluate_tasks(
     attention_of_config = MeasuredAttention.of(checkpoint.config.attention)
     positions = [placed.position for placed in model.placed]
     several = variants(attention_of_config, options, positions, model.train_length)
-    stride = options.of_protocols.get("stride")
+    stride = options.protocol_options.get("stride")
     for length in lengths:
         model.check_length(length)
         if stride is not None and stride > length:

@@ -59,13 +59,13 @@ def test_every_target_has_the_short_context_of_the_authors_code(variant):
     starts = golden.numbers["window_start"].tolist()
     texts = [1000 * number + np.arange(len(starts)) for number in range(2)]
     windows = Windows(len(starts) - 1, texts, [])
-    found = {}
+    begins = {}
     for pieces in rule_of(golden).short_windows(windows):
         for ids, targets in zip(pieces.ids, pieces.targets, strict=True):
-            found |= {int(target): int(ids[0]) for target in targets}
+            begins |= {int(target): int(ids[0]) for target in targets}
     expected = {token: start for token, start in enumerate(starts) if start >= 0}
     again = {1000 + token: 1000 + start for token, start in expected.items()}
-    assert found == expected | again
+    assert begins == expected | again
 
 
 @pytest.mark.parametrize("variant", ["same", "none"])
@@ -153,11 +153,11 @@ def test_rows_have_the_key_tokens_of_the_definition_and_the_perplexity_of_all(
 
 def test_models_are_compared_on_the_key_tokens_of_one_judge_alone(home, tmp_path):
     judged = tmp_path / "judged.jsonl"
-    of_itself = tmp_path / "own.jsonl"
+    judged_by_itself = tmp_path / "own.jsonl"
     lengths = ["--lengths", "32"]
     for step in (3, 4):
         words = [f"--checkpoint {home}/run --step {step}", *OPTIONS, *lengths]
-        rows_of(of_itself, *words)
+        rows_of(judged_by_itself, *words)
         rows_of(judged, *words, "--judge", home / "run/global_step7")
     rows = read_results([judged])
     assert rows[0]["judge"].startswith("mep_free seed 7 step 7 ")
@@ -168,7 +168,7 @@ def test_models_are_compared_on_the_key_tokens_of_one_judge_alone(home, tmp_path
     expected = rotary["loss"] - alibi["loss"]
     assert difference.over_text.estimate.mean == pytest.approx(expected, abs=1e-5)
     with pytest.raises(UserError, match="its key tokens are not those of alibi"):
-        compared(kinds([dict(row, seed=1) for row in read_results([of_itself])]))
+        compared(kinds([dict(row, seed=1) for row in read_results([judged_by_itself])]))
 
 
 def test_every_variant_is_judged_by_the_model_as_it_was_trained(home, tmp_path):
@@ -182,8 +182,8 @@ def test_every_variant_is_judged_by_the_model_as_it_was_trained(home, tmp_path):
     assert alone["key_text"] == trained["key_text"] != longer["key_text"]
     assert [row["key_text"] for row in several] == 4 * [alone["key_text"], longer["key_text"]]
     assert len({row["loss"] for row in several}) > 4
-    for of_text in sections(several).values():
-        assert len({row["key_text"] for row in of_text}) == 1
+    for section in sections(several).values():
+        assert len({row["key_text"] for row in section}) == 1
 
 
 def test_what_far_context_changes_by_rounding_alone_is_no_key_token():

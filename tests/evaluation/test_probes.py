@@ -106,10 +106,10 @@ def digits(task, seed):
 
 def test_a_seed_asks_the_questions_of_the_rows_that_were_measured_so_far():
     assert {task: digits(task, seed=4) for task in TASKS} == QUESTIONS
-    assert all(digits(task, seed=5) != known for task, known in QUESTIONS.items())
-    for task, known in GUESSES.items():
+    assert all(digits(task, seed=5) != question for task, question in QUESTIONS.items())
+    for task, rates in GUESSES.items():
         guesses = np.hstack([trial.guess for trial in trials(task, 4)])
-        np.testing.assert_allclose(guesses, known, atol=1e-5)
+        np.testing.assert_allclose(guesses, rates, atol=1e-5)
 
 
 def test_any_of_several_right_tokens_counts_and_a_tie_is_shared():

@@ -46,7 +46,7 @@ def test_answers_alone_are_counted_each_and_as_a_whole():
     losses = -model.logits.double().log_softmax(dim=-1)
     expected = []
     for number, window in enumerate(windows.ids):
-        words = [RECALL.words[one] for one in window]
+        words = [RECALL.words[token] for token in window]
         for place in range(4, 24):  # behind the two pairs
             if words[place].isupper():  # a key, whose value is asked for
                 expected.append(losses[number, place, window[place + 1]].item())
@@ -76,11 +76,11 @@ def test_a_row_says_which_problems_and_has_the_loss_of_the_plain_formula(trained
         ).unbind(1)
         logits = model(ids[:, :-1])
         losses = -logits.log_softmax(dim=-1).gather(2, ids[:, 1:, None])[..., 0]
-        asked = marks[:, 1:].bool()
-        right = (logits.argmax(dim=-1) == ids[:, 1:])[asked]
-        assert row["loss"] == pytest.approx(losses[asked].mean().item(), rel=1e-5)
+        answers = marks[:, 1:].bool()
+        right = (logits.argmax(dim=-1) == ids[:, 1:])[answers]
+        assert row["loss"] == pytest.approx(losses[answers].mean().item(), rel=1e-5)
         assert row["token_accuracy"] == right.double().mean().item()
-        assert (row["windows"], row["tokens"]) == (6, asked.sum())
+        assert (row["windows"], row["tokens"]) == (6, answers.sum())
         assert (row["protocol"], row["corpus"]) == ("task", "task:flip_flop")
         assert not row.keys() & {"task_args", "bits_per_byte"}
     same = rows_of(trained, tmp_path / "b.jsonl", "task_args={ignored: 0.8}", "--windows", 6)
