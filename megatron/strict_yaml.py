@@ -97,3 +97,11 @@ def parse(text: str) -> Any:
     except (yaml.YAMLError, ValueError, KeyError, IndexError, OverflowError) as fault:
         problem = in_words(fault)
     raise ValueError(f"not valid YAML ({problem})")
+
+
+def on_one_line(value: Any) -> str:
+    """A plain value in YAML, on one line."""
+    text = yaml.safe_dump(
+        value, default_flow_style=True, width=10**6, sort_keys=False, allow_unicode=True
+    )
+    return text.removesuffix("...\n").strip()

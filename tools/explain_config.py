@@ -13,7 +13,6 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 import torch
-import yaml
 
 from megatron.cli_errors import command_parser, guarded
 from megatron.config import Config, load
@@ -25,6 +24,7 @@ from megatron.errors import UserError, visible
 from megatron.model.size import BACKWARD, parameters
 from megatron.parallel.machine import in_bytes
 from megatron.report.catalogue import formula
+from megatron.strict_yaml import on_one_line
 from megatron.sweeps.cost import DEVICES, UTILISATION, evaluation_flops, forward_flops, named_device
 from megatron.training.batches import likely_rows, windows_per_step, with_epochs
 from megatron.training.fits import needs
@@ -117,10 +117,7 @@ def key_lines(config: Config, *, only_given: bool) -> Iterator[str]:
         if name == "pos_emb" and not config.position.pos_emb_layers:
             meaning += f" Here: {formula(config.position.pos_emb)}"
         value = plain(config[name])
-        text = "unset"
-        if value is not None:
-            text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
-        text = text.removesuffix("...\n").strip()
+        text = "unset" if value is None else on_one_line(value)
         default = f"default, follows {key.follows}" if key.follows else "default"
         yield f"  {name}: {text}    [{config.origins.get(name, default)}]"
         yield from textwrap.wrap(meaning, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)

@@ -17,8 +17,6 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron.cli_errors import command_parser, guarded
 from megatron.config.legacy import SPELLINGS, complete_recipe, fold, translate
 from megatron.config.messages import Report, bad_configuration, shortened
@@ -26,6 +24,7 @@ from megatron.config.yaml_files import find_file, read_file
 from megatron.errors import UserError, visible
 from megatron.files import write_output
 from megatron.positions import ALIASES, REGISTRY, options_of
+from megatron.strict_yaml import on_one_line
 
 EXPERIMENT = re.compile(r"(.+)_(openwebtext2|github|arxiv|pg19)_\d+")
 PREFIX = re.compile(r"(len1024_)?(medium_)?(snope_)?")
@@ -65,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines += [f"# {note}" for note in report.notes]
         if str(published).startswith(HIDES_MIXTURE) and published in ALIASES:
             default = [*options_of(str(encoding))["kernels"].default]
-            lines.append(f"# pos_emb: the released code computes kernels: {_flow(default)}")
+            lines.append(f"# pos_emb: the released code computes kernels: {on_one_line(default)}")
             named = mixture_named(path.stem, published)
             if isinstance(named, str):
                 lines.append(f"# pos_emb: the file's name does not say which were meant: {named}")
@@ -74,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     "# pos_emb: these kernels were derived from the file's name; check them"
                 )
                 settings |= {"pos_emb": "mep", "pos_emb_args": named}
-        lines += [f"{key}: {_flow(value)}" for key, value in settings.items()]
+        lines += [f"{key}: {on_one_line(value)}" for key, value in settings.items()]
         text = "\n".join(lines) + "\n"
         print(visible(f"--- {path}\n{text}"))
         if options.output is not None:
@@ -111,14 +110,6 @@ def mixture_named(stem: str, pos_emb: str) -> dict[str, Any] | str:
     if expected not in (0, len(kernels)):
         return f"it names {len(kernels)} kernels and says that they are {expected}"
     return {"kernels": kernels}
-
-
-def _flow(value: Any) -> str:
-    """A value on one line."""
-    text = yaml.safe_dump(
-        value, default_flow_style=True, width=10**6, sort_keys=False, allow_unicode=True
-    )
-    return text.removesuffix("...\n").strip()
 
 
 if __name__ == "__main__":
