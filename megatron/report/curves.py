@@ -79,22 +79,20 @@ def looks(encodings: Sequence[str]) -> list[dict[str, Any]]:
     colours are used, they come again with other dashes.
     """
     palette = sorted({colour for colour, _ in LOOKS.values()})
-    colours, markers = [], []
+    by_hash = [*product(palette, MARKERS)]
+    wishes = []
     for encoding in encodings:
-        number = crc32(encoding.encode())
-        by_name = palette[number % len(palette)], MARKERS[number % len(MARKERS)]
-        colour, marker = LOOKS.get(encoding, by_name)
-        colours.append(colour)
-        markers.append(marker)
+        wishes.append(LOOKS.get(encoding) or by_hash[crc32(encoding.encode()) % len(by_hash)])
+    colours = [colour for colour, _ in wishes]
 
-    styles: list[dict[str, Any]] = [{}] * len(colours)
-    free = set(product(range(len(colours)), palette))  # rounds of dashes
-    for number in sorted(range(len(colours)), key=lambda n: colours[n] in colours[:n]):
+    styles: list[dict[str, Any]] = [{}] * len(wishes)
+    free = set(product(range(len(wishes)), palette))  # rounds of dashes
+    for number in sorted(range(len(wishes)), key=lambda n: colours[n] in colours[:n]):
         choices = [(dashes, colour != colours[number], colour) for dashes, colour in free]
         dashes, _, colour = min(choices)
         free.remove((dashes, colour))
-        line = DASHES[dashes % len(DASHES)]
-        styles[number] = {"color": colour, "marker": markers[number], "linestyle": line}
+        line, marker = DASHES[dashes % len(DASHES)], wishes[number][1]
+        styles[number] = {"color": colour, "marker": marker, "linestyle": line}
     return styles
 
 

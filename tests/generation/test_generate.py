@@ -34,19 +34,22 @@ def generate(folder):
 
 
 @torch.no_grad()
-def by_hand(folder, prompt: str, new: int) -> str:
+def likeliest(model, tokenizer, ids, new: int) -> str:
     """The text of the likeliest tokens, each by a whole pass, up to the end of a document."""
-    model, _, _ = load_for_evaluation(folder, None)
-    tokenizer = build_tokenizer("CharLevelTokenizer", None, None)
-    first = tokenizer.encode(prompt) or [tokenizer.eod]
-    ids = list(first)
+    written = []
     for _ in range(new):
-        logits = model(torch.tensor([ids]))[0, -1, : tokenizer.vocab_size]
+        logits = model(torch.tensor([ids + written]))[0, -1, : tokenizer.vocab_size]
         token = int(logits.argmax())
         if token == tokenizer.eod:
             break
-        ids.append(token)
-    return tokenizer.decode(ids[len(first) :])
+        written.append(token)
+    return tokenizer.decode(written)
+
+
+def by_hand(folder, prompt: str, new: int) -> str:
+    model, _, _ = load_for_evaluation(folder, None)
+    tokenizer = build_tokenizer("CharLevelTokenizer", None, None)
+    return likeliest(model, tokenizer, tokenizer.encode(prompt) or [tokenizer.eod], new)
 
 
 def test_the_continuation_alone_is_on_standard_output(generate, folder):

@@ -20,6 +20,7 @@ from megatron.harness.tasks import existing_rows
 from megatron.protocols import Sliding, windows_of
 from tests.checkpoints import make_checkpoint
 from tests.encodings import every_signature
+from tests.generation.test_generate import likeliest
 from tests.model.test_cache import model as small_model
 from tests.support import ROOT, call
 
@@ -154,15 +155,8 @@ def test_continuations_end_before_a_string_and_see_the_last_tokens(opened):
     prompts = [TEXT[:100], "import", TEXT[50:60]]
     continuations = harness.generate_until(requests(*[(prompt, kwargs) for prompt in prompts]))
     for prompt, continuation in zip(prompts, continuations, strict=True):
-        ids = tokenizer.encode(prompt)[-28:]
-        new = []
-        for _ in range(12):
-            logits = model(torch.tensor([ids + new]))[0, -1, : tokenizer.vocab_size]
-            token = int(logits.argmax())
-            if token == tokenizer.eod:
-                break
-            new.append(token)
-        assert continuation == tokenizer.decode(new).split("\n")[0]
+        text = likeliest(model, tokenizer, list(tokenizer.encode(prompt)[-28:]), 12)
+        assert continuation == text.split("\n")[0]
 
 
 def test_what_a_task_asks_for_in_vain_is_one_message(opened):
@@ -218,10 +212,10 @@ def test_tasks_have_rows_with_what_a_reader_must_know(folder, opened, tasks, tmp
     assert rows["cloze", 64]["value"] == correct / 4
     assert rows["page", 48]["value"] != rows["page", 64]["value"]
     row = rows["write", 64]
-    assert (row["pos_emb"], row["step"], row["shots"], row["documents"]) == ("mep_free", 5, 0, 4)
+    expected = {"pos_emb": "mep_free", "step": 5, "shots": 0, "documents": 4, "protocol": "tasks"}
+    assert expected.items() <= row.items()
     assert row["config_hash"]
     assert row["harness"]
-    assert row["protocol"] == "tasks"
     assert re.search(r"page +bits_per_byte +none +0 +3 +48 +\d", done.stdout)
 
 

@@ -136,9 +136,9 @@ def test_no_heading_of_a_narrow_heatmap_is_cut(task, title):
     groups = kinds(answers("t5", {512: 0.6}, corpus=f"task:{task}"))
     figure = draw_accuracy({f"task:{task}": groups}, title)
     figure.draw_without_rendering()
-    for text in figure.findobj(Text):
-        if text.get_text() and text.get_in_layout():
-            box = text.get_window_extent()
+    for text in figure.findobj(lambda text: isinstance(text, Text) and text.get_in_layout()):
+        box = text.get_window_extent()
+        if text.get_text():
             assert Bbox.intersection(box, figure.bbox).bounds == box.bounds, text
 
 
@@ -164,17 +164,12 @@ def test_the_cells_of_a_heatmap_darken_with_accuracy_and_their_numbers_stand_out
 
 
 def test_fourteen_encodings_at_six_lengths_stay_readable():
-    texts = {}
-    for task in ("copy", "parity"):
-        tasks = []
-        for number, name in enumerate([*NAMES[:14], "rotary"]):
-            shares = {512 * 2**power: (1.0, 0.09)[power % 2] for power in range(6)}
-            facts = {"corpus": f"task:{task}", "pos_emb_args": {"percent": number}}
-            tasks += answers(name, shares, seed=1, **facts)
-            shares = {length: max(0.0, share - 0.3) for length, share in shares.items()}
-            tasks += answers(name, shares, seed=2, **facts)
-        texts[task] = kinds(tasks)
-    figure = draw_accuracy(texts, "Accuracy")
+    tasks = []
+    for number, name in enumerate([*NAMES[:14], "rotary"]):
+        for seed, shares in enumerate([(1.0, 0.09), (0.7, 0.0)]):
+            lengths = {512 * 2**power: shares[power % 2] for power in range(6)}
+            tasks += answers(name, lengths, seed=seed, pos_emb_args={"percent": number})
+    figure = draw_accuracy({"copy": kinds(tasks), "parity": kinds(tasks)}, "Accuracy")
     figure.draw_without_rendering()
     for axes in figure.axes:
         cells = [text for text in axes.texts if text.get_text()]
@@ -186,7 +181,7 @@ def test_fourteen_encodings_at_six_lengths_stay_readable():
             box = text.get_window_extent()
             assert Bbox.intersection(box, cell).bounds == pytest.approx(box.bounds), text
     boxes = [label.get_window_extent() for label in figure.axes[0].get_yticklabels()]
-    assert not [box for above, box in itertools.pairwise(boxes) if box.overlaps(above)]
+    assert not any(box.overlaps(above) for above, box in itertools.pairwise(boxes))
     assert min(box.x0 for box in boxes) >= 0
 
 

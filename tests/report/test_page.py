@@ -173,8 +173,7 @@ def test_the_page_says_nothing_of_seeds_and_hatches_where_there_are_none():
 
 
 def test_probes_of_each_model_have_tables():
-    shared = {"pos_emb": "mep", "seed": 1, "step": 10, "corpus": "stdlib", "part": "valid"}
-    shared |= {"config_hash": "a", "length": 512}
+    shared = {"pos_emb": "mep", "seed": 1, "step": 10, "config_hash": "a", "length": 512}
     answer = {"accuracy": 0.5, "guess": 0.1, "log_probability": -1.0, "without": -2.5}
     probes = [
         shared | {"probe": "passkey", "depth": 0.5, **answer},
