@@ -315,6 +315,17 @@ def test_several_protocols_and_variants_of_one_model_come_from_one_call(home, tm
     assert "mep_free, window 16, logn_scale on, paper_precision on" in printed
 
 
+def test_tail_and_gap_score_the_same_targets_and_differ_where_there_is_a_middle(home, tmp_path):
+    words = f"--checkpoint {home}/run --protocol tail gap --tail 8 --ends 12 --lengths 16 64"
+    rows = rows_of(tmp_path / "a.jsonl", words)
+    assert len({row["region"] for row in rows}) == 1
+    assert [row.get("ends") for row in rows] == [None, None, 12, 12]
+    tail_short, tail_long, gap_short, gap_long = [row["loss"] for row in rows]
+    assert tail_short == gap_short
+    assert abs(tail_long - gap_long) > 1e-6
+    assert rows_of(tmp_path / "a.jsonl", words) == rows, "kept"
+
+
 def test_each_method_has_rows_of_its_own_that_name_it(home, tmp_path, capsys):
     words = f"--checkpoint {home}/run --step 4 --lengths 16 64"
     methods = "none dynamic_ntk rerope leaky_rerope,factor=4 self_extend,window=8,group=2"

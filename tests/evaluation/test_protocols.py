@@ -111,6 +111,7 @@ def test_a_protocol_gives_the_value_computed_by_hand_at_every_length(tokens, pro
         targets, contexts = zip(*scored(protocol, windows.length), strict=True)
         assert result["tokens"] == len(targets)
         assert result["loss"] == pytest.approx(by_hand(targets, contexts), abs=1e-6)
+        assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
         assert len(result["window_losses"]) == result["windows"] == len(windows.ids)
         weights = result.get("window_tokens") or np.ones(result["windows"])
         mean = np.average(result["window_losses"], weights=weights)
