@@ -89,10 +89,10 @@ def find_script(name: str) -> Path:
         if candidate.is_file() and candidate.suffix == ".py":
             return candidate.resolve()
     scripts = [path.name for path in sorted(ROOT.glob("*.py")) if path.name != LAUNCHER]
-    known = ", ".join(scripts)
+    names = ", ".join(scripts)
     raise UserError(
         f"{LAUNCHER}: {name} is not a script; write {LAUNCHER} SCRIPT FILE… key=value…,"
-        f" SCRIPT one of {known}"
+        f" SCRIPT one of {names}"
     )
 
 
@@ -102,14 +102,14 @@ def checked_config(script: Path, words: Sequence[str]) -> Config | None:
     entry.add_conf_dir(parser)
     parser.add_argument("--checkpoint", type="path")
     parser.add_argument("--step")
-    given, others = parser.parse_known_args(words)
+    options, words_left = parser.parse_known_args(words)
     # Files come before the script's own options, whose values would look like files.
-    leading = list(takewhile(lambda word: not word.startswith("-"), others))
-    files = entry.split_words(leading, given.conf_dir)[0]
-    overrides = entry.split_words(others)[1]
+    leading = list(takewhile(lambda word: not word.startswith("-"), words_left))
+    files = entry.split_words(leading, options.conf_dir)[0]
+    overrides = entry.split_words(words_left)[1]
     if not files and not overrides and script.name != "train.py":
         return None
-    return entry.load_configuration(files, overrides, given, PURPOSES.get(script.name))
+    return entry.load_configuration(files, overrides, options, PURPOSES.get(script.name))
 
 
 def launch(script: Path, words: Sequence[str], config: Config | None) -> NoReturn:
@@ -136,7 +136,7 @@ def launch(script: Path, words: Sequence[str], config: Config | None) -> NoRetur
         )
         config.check_batch(shared.data_ranks)
         kind = torch.device("cuda" if cuda else "cpu")
-        check_fits(config, likely_rows(config), ranks=count, ranks_here=count, device=kind)
+        check_fits(config, likely_rows(config), ranks=count, local_ranks=count, device=kind)
 
     command = ["-u", str(script), *words]
     port = (config.launch.master_port if config else None) or free_port()
@@ -167,10 +167,10 @@ def devices_for(script: Path, config: Config | None) -> list[Device]:
     if cuda and names:
         devices = [*names.split(",")[:count]]
 
-    wanted = None
+    number = None
     every = cuda  # on the CPU one process is enough, unless more are asked for
     if config is not None:
-        wanted = config.launch.num_gpus
+        number = config.launch.num_gpus
         include, exclude = config.launch.include or "", config.launch.exclude or ""
         if include or exclude:
             from deepspeed.launcher.runner import parse_resource_filter
@@ -186,20 +186,20 @@ def devices_for(script: Path, config: Config | None) -> list[Device]:
             if not slots:
                 raise UserError(f"exclude: {exclude!r} leaves no device")
             devices, every = [devices[slot] for slot in slots], True
-    if wanted is None:
-        wanted = len(devices) if every else 1
+    if number is None:
+        number = len(devices) if every else 1
     if script.name in ONE_PROCESS:
-        wanted = 1
+        number = 1
     elif script.name in ON_THIS_MACHINE:
         # What was trained on eight devices is measured on those of this machine.
-        wanted = min(wanted, len(devices))
-    if wanted > len(devices) and cuda:
+        number = min(number, len(devices))
+    if number > len(devices) and cuda:
         raise UserError(
-            f"num_gpus: {wanted} devices are wanted and {len(devices)} are visible; lower num_gpus"
+            f"num_gpus: {number} devices are wanted and {len(devices)} are visible; lower num_gpus"
         )
-    if wanted > len(devices):
-        return [*range(wanted)]  # processes may share a core
-    return devices[:wanted]
+    if number > len(devices):
+        return [*range(number)]  # processes may share a core
+    return devices[:number]
 
 
 def launch_on_many_machines(script: Path, words: Sequence[str], config: Config) -> NoReturn:
@@ -250,8 +250,8 @@ def launch_on_many_machines(script: Path, words: Sequence[str], config: Config) 
 
 def launcher_words(script: Path, words: Sequence[str], config: Config) -> list[str]:
     """What DeepSpeed's launcher is given."""
-    given = {name: getattr(config.launch, name) for name in FOR_OTHER_MACHINES}
-    options = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    values = {name: getattr(config.launch, name) for name in FOR_OTHER_MACHINES}
+    options = [f"--{name}={value}" for name, value in values.items() if value is not None]
     return [*options, "--no_local_rank", str(script), *words]
 
 

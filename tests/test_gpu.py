@@ -44,7 +44,6 @@ def test_the_engine_trains_every_encoding_in_every_precision(name, precision):
     from megatron.config import load
     from megatron.model import from_config
     from megatron.parallel.grid import connect
-    from megatron.training.loop import train_step
     from megatron.training.trainer import Trainer
 
     shape = [
@@ -63,7 +62,7 @@ def test_the_engine_trains_every_encoding_in_every_precision(name, precision):
     config = load([], [*shape, *more, "fp16.initial_scale_power=12"])
     trainer = Trainer(config, from_config(config, 64), connect())
     rows = torch.arange(129).repeat(8, 1) * torch.tensor([3, 5, 7, 9, 11, 13, 15, 17])[:, None]
-    losses = [float(train_step(trainer, [rows % 64])["loss"]) for _ in range(60)]
+    losses = [float(trainer.train_step([rows % 64]).loss) for _ in range(60)]
     assert all(math.isfinite(loss) for loss in losses)
     assert losses[-1] < 0.7 * losses[0]
 

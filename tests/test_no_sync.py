@@ -18,8 +18,8 @@ from tests.support import ROOT
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("pydantic")
-from megatron.training import loop
-from megatron.training.loop import train, train_step
+from megatron.training.loop import train
+from megatron.training.trainer import Trainer
 from tests.training import conftest
 
 grid = conftest.grid
@@ -87,6 +87,8 @@ def between_logs(monkeypatch, watching):
     """Watch from the end of step 2 to the end of step 5."""
     stack = ExitStack()
 
+    train_step = Trainer.train_step
+
     def step(trainer, micro_batches):
         result = train_step(trainer, micro_batches)
         if trainer.step == 2:
@@ -95,7 +97,7 @@ def between_logs(monkeypatch, watching):
             stack.close()
         return result
 
-    monkeypatch.setattr(loop, "train_step", step)
+    monkeypatch.setattr(Trainer, "train_step", step)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

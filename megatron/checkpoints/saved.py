@@ -125,13 +125,13 @@ def find(folder: str | Path, step: int | None = None) -> Path:
     existing = steps_in(folder)
     if number in existing or number in without_record(folder):
         return folder_of(folder, int(number))
-    wanted = "N" if step is None else step
+    number = "N" if step is None else step
     steps = ", ".join(map(str, existing)) or "none"
     cure = "check load and the step"
     if any(next(folder.glob(pattern), None) for pattern in OF_OTHERS):
         cure = f"tools/import_checkpoint.py {folder} -o RUN brings in what other programs wrote"
     raise UserError(
-        f"checkpoint: looked for global_step{wanted}/{RECORD} in {folder},"
+        f"checkpoint: looked for global_step{number}/{RECORD} in {folder},"
         f" steps there: {steps} - {cure}"
     )
 
@@ -186,7 +186,7 @@ def keep_weights_only(folder: Path) -> None:
             continue
         states = engine_files(path, record)
         if is_verifiable(record) and states:
-            files = {name: one for name, one in record["files"].items() if name not in states}
+            files = {name: entry for name, entry in record["files"].items() if name not in states}
             write_record(path, {**record, "files": files})
         for state in path.glob(ENGINE_STATE):
             state.unlink()
@@ -218,8 +218,8 @@ def with_parent(config: Config) -> Config:
     elif load is not None:
         # One that has begun keeps its parent, also if that was trained further or is gone.
         parent = recorded_parent(Path(save)) if save else None
-        known = Path(parent.path or "").resolve() if parent else Path()
-        if parent is None or Path(load).resolve() not in (known, known.parent):
+        parent_path = Path(parent.path or "").resolve() if parent else Path()
+        if parent is None or Path(load).resolve() not in (parent_path, parent_path.parent):
             path = find(load)
             if CONTROL.search(str(path)):  # every result row repeats it
                 raise UserError(f"load: {path} has a control character in its name - rename it")

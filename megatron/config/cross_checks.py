@@ -9,6 +9,7 @@ import torch
 
 from megatron.config.legacy import CORPORA
 from megatron.config.messages import Report, contradiction
+from megatron.config.schedules import SHAPES
 from megatron.config.schema import (
     Attention,
     Checkpoint,
@@ -278,6 +279,11 @@ def _optimizer(optimizer: Optimizer, precision: Precision, parallel: Parallel) -
         yield (
             f"min_lr: {optimizer.min_lr:g} is more than optimizer.params.lr = {optimizer.lr:g};"
             " lower it"
+        )
+    if optimizer.decay_shape not in SHAPES:
+        yield (
+            f"lr_decay_style: {optimizer.decay_shape} has no shape; add it to"
+            " megatron/config/schedules.py"
         )
     is_wsd = optimizer.lr_decay_style == "wsd"
     if is_wsd and optimizer.lr_schedule != "standard":

@@ -115,9 +115,9 @@ class Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         parts = [part.contiguous() for part in gradients[0].chunk(ctx.group.size(), dim=2)]
-        own = torch.empty_like(parts[0])
-        torch.distributed.reduce_scatter(own, parts, group=ctx.group)
-        return own, None
+        gradient = torch.empty_like(parts[0])
+        torch.distributed.reduce_scatter(gradient, parts, group=ctx.group)
+        return gradient, None
 
 
 def context_of(grid: Grid, comm_type: str) -> Context | None:
@@ -128,9 +128,9 @@ def context_of(grid: Grid, comm_type: str) -> Context | None:
     size = grid.context_ranks
     if size == 1:
         return None
-    own = None
+    own_group = None
     for first in range(0, grid.ranks, size):
         group = torch.distributed.new_group(range(first, first + size))
         if first <= grid.rank < first + size:
-            own = group
-    return Context(cast(ProcessGroup, own), comm_type)
+            own_group = group
+    return Context(cast(ProcessGroup, own_group), comm_type)

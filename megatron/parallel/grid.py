@@ -236,11 +236,11 @@ def _reach_others() -> None:
         if not _is_loopback(socket.gethostbyname(socket.gethostname())):
             return
         probe.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing; any port will do
-        own = socket.inet_aton(probe.getsockname()[0])
+        address = socket.inet_aton(probe.getsockname()[0])
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without address
                 answer = fcntl.ioctl(probe, ADDRESS_OF_INTERFACE, struct.pack("40s", name.encode()))
-                if answer[20:24] == own:
+                if answer[20:24] == address:
                     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
@@ -279,7 +279,9 @@ def _meet(rank: int, ranks: int) -> Store:
         )
         place.set(f"here/{rank}", "")
         absent = list(range(ranks))
-        while absent := [one for one in absent if not place.check([f"here/{one}"])]:
+        while absent := [
+            absent_rank for absent_rank in absent if not place.check([f"here/{absent_rank}"])
+        ]:
             if time.monotonic() > end:
                 raise UserError(
                     f"ranks: {', '.join(map(str, absent[:SHOWN]))} of {ranks} have not come to"
@@ -404,9 +406,9 @@ def shared_faults(grid: Grid) -> Iterator[None]:
         message = str(fault)
     except OSError as fault:
         message = str(cannot_write(fault.filename or "a file of this run", fault))
-    for one in grid.gather(message):
-        if one is not None:
-            raise UserError(one)
+    for rank_message in grid.gather(message):
+        if rank_message is not None:
+            raise UserError(rank_message)
 
 
 @contextmanager

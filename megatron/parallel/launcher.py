@@ -102,7 +102,7 @@ class Launcher:
                 signal.signal(number, handler)
 
         failed = {rank: status for rank, status in self.ended.items() if status}
-        others = "; the others were ended" if len(self.processes) > 1 else ""
+        suffix = "; the others were ended" if len(self.processes) > 1 else ""
         for rank, status in failed.items():
             if self._is_stop(status):
                 continue
@@ -110,10 +110,10 @@ class Launcher:
                 how = f"was killed by {signal.Signals(-status).name}"
                 if -status == signal.SIGKILL:
                     how += " (out of memory? dmesg says it)"
-                return Ending(128 - status, f"rank {rank}: {how}{others}")
+                return Ending(128 - status, f"rank {rank}: {how}{suffix}")
             if rank == 0:  # it has printed its own fault
                 return Ending(status)
-            return Ending(status, f"rank {rank}: ended with status {status}{others}")
+            return Ending(status, f"rank {rank}: ended with status {status}{suffix}")
         if self.received and (failed or len(self.ended) < len(self.processes)):
             return Ending(128 + self.received)
         return Ending(next(iter(failed.values()), 0))
@@ -138,10 +138,10 @@ class Launcher:
             process.send_signal(number)  # does nothing to one that has ended
 
     def _pass_on(self, number: int, frame: object) -> None:
-        now = time.monotonic()
+        moment = time.monotonic()
         if not self.received:
-            self.received, self.received_at = number, now
+            self.received, self.received_at = number, moment
             self._send(PASSED_ON[signal.Signals(number)])
-        elif number == signal.SIGINT and now - self.received_at > ONE_SIGNAL:
+        elif number == signal.SIGINT and moment - self.received_at > ONE_SIGNAL:
             self._send(signal.SIGINT)
-            self.deadline = min(self.deadline, now + PATIENCE)
+            self.deadline = min(self.deadline, moment + PATIENCE)

@@ -136,8 +136,8 @@ class TensorRanks:
 
         last = whole.movedim(dimension, -1)
         sizes = [last.shape[-1] // self.ranks] * self.ranks
-        own: Any = ScatterToTensorParallelRegion.apply(self.group, last, sizes, self.rank)
-        return own.movedim(-1, dimension)
+        heads: Any = ScatterToTensorParallelRegion.apply(self.group, last, sizes, self.rank)
+        return heads.movedim(-1, dimension)
 
     def own(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a parameter."""

@@ -73,8 +73,12 @@ def open_text(config: Config) -> tuple[dict[str, Part], dict[str, Any]]:
     vocab = padded_vocab(tokenizer["vocab_size"], config.model.make_vocab_size_divisible_by)
     facts: dict[str, Any] = {"vocab": vocab, "tokenizer": tokenizer}
     train = parts["train"]
-    corpora = [one for part in parts.values() for one in part.facts()]
-    names = [f"{one['corpus']} {one['weight']:.3g}" for one in corpora if one["part"] == "train"]
+    corpora = [corpus for part in parts.values() for corpus in part.facts()]
+    names = [
+        f"{corpus['corpus']} {corpus['weight']:.3g}"
+        for corpus in corpora
+        if corpus["part"] == "train"
+    ]
     facts["corpus"] = ", ".join(names) if train.weights else train.files[0].meta.get("corpus")
     facts["corpora"] = corpora
     return parts, facts
@@ -158,6 +162,11 @@ class Batches:
         else:
             samples = parts["train"].samples(length, training.seed, self.planned)
         self.train_windows = self._batches(samples, used)
+
+    def record(self) -> dict[str, int]:
+        """Entries of checkpoint.json."""
+        windows = {"windows": self.used, "windows_per_step": self.per_step}
+        return windows | {"planned": self.planned}
 
     def next_step(self, length: int) -> list[Tensor]:
         """The next step's batches of this rank: [micro_batch, seq_length + 1] each.

@@ -1,4 +1,4 @@
-"""Save a training, resume it, and keep the checkpoints that are needed.
+"""Save a training, and keep the checkpoints that are needed.
 
 SAVE/latest                                 name of the newest folder
 SAVE/global_step100/model.safetensors       weights in float32, by our names
@@ -11,33 +11,24 @@ SAVE/global_step100/model.safetensors       weights in float32, by our names
 
 import logging
 import math
-import os
-import pickle
 import shutil
-from collections.abc import Iterator, Sequence
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
-from megatron.checkpoints.manifest import WEIGHTS, Damaged, Entries
-from megatron.checkpoints.saved import (
-    folder_of,
-    remove_checkpoint,
-    remove_unfinished,
-    step_of,
-    steps_in,
-)
+from megatron.checkpoints.manifest import Entries
+from megatron.checkpoints.saved import folder_of, remove_checkpoint, remove_unfinished, steps_in
 from megatron.checkpoints.write import finish, synced, unfinished, write_model
 from megatron.config.schema import Checkpoint
 from megatron.errors import UserError, in_words
 from megatron.files import remove
-from megatron.training.optimizer import keeping_settings
 from megatron.training.trainer import Trainer
-from megatron.training.universal import Engine, check_averages, give, restore
 
 logger = logging.getLogger(__name__)
 
@@ -58,29 +49,24 @@ def save(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> Path:
     step, grid, engine = trainer.step, trainer.grid, trainer.engine
     partial = unfinished(folder, step)
     steps = steps_in(folder)
-    kept = f"{folder_of(folder, steps[-1])} stays" if steps else "there is no earlier checkpoint"
+    earlier = f"{folder_of(folder, steps[-1])} stays" if steps else "there is no earlier checkpoint"
 
     names = next(filter(None, grid.gather(not_finite(engine))), None)
     if names:
         raise UserError(
             f"save: not finite after step {step}: {', '.join(names[:SHOWN])} - nothing was saved,"
-            f" {kept}; {CURE}"
+            f" {earlier}; {CURE}"
         )
 
-    # A rank that raised at once would leave the others waiting inside the engine. So a fault is
-    # kept until all ranks have come to the same place.
-    faults: list[Exception] = []
-
     @contextmanager
-    def keeping_faults() -> Iterator[None]:
+    def by_all_or_none() -> Iterator[None]:
+        """A fault of any rank ends all, so that none waits for it."""
+        reason = None
         try:
             yield
         except FAULTS as fault:
-            faults.append(fault)
-
-    def check_faults() -> None:
-        reasons = grid.gather(in_words(faults[0]) if faults else None)
-        reason = next(filter(None, reasons), None)
+            reason = in_words(fault)
+        reason = next(filter(None, grid.gather(reason)), None)
         if reason is None:
             return
         free = shutil.disk_usage(folder).free / 2**30
@@ -88,49 +74,47 @@ def save(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> Path:
             shutil.rmtree(partial, ignore_errors=True)
         raise UserError(
             f"save: {partial} cannot be written ({reason}; {free:.2f} GiB were free) - make room"
-            f" or save elsewhere; {kept}"
+            f" or save elsewhere; {earlier}"
         )
-
-    with keeping_faults():
-        if grid.first:
-            remove_unfinished(folder)
-            remove(partial)  # if only this cannot be removed, what it holds must not be mixed in
-    check_faults()
 
     weights = full_weights(trainer, keep=grid.first)
     files: list[Path] = []
-    with keeping_faults():
+    with by_all_or_none():
         if grid.first:
+            remove_unfinished(folder)
+            remove(partial)  # if only this cannot be removed, what it holds must not be mixed in
             write_model(partial, weights, trainer.config)
             files += partial.iterdir()
     del weights
 
+    faults: list[Exception] = []
+
     def write_state(state_dict: Any, path: str) -> None:
+        # A rank that raised at once would leave the other ones waiting inside the engine.
         files.append(Path(path))
-        if not faults:
-            with keeping_faults():
-                torch.save(state_dict, path)
+        try:
+            torch.save(state_dict, path)
+        except FAULTS as fault:
+            faults.append(fault)
 
     writer = engine.checkpoint_engine
     writer.save = write_state
     engine._copy_recovery_script = lambda folder: None
-    try:
-        with keeping_faults():
-            engine.save_checkpoint(str(folder), tag=partial.name, save_latest=False)
-    finally:  # their classes have these too
-        del writer.save, engine._copy_recovery_script
     entries: Entries = {}
-    if not faults:
-        with keeping_faults():
-            entries = synced(files)
-    check_faults()
+    with by_all_or_none():
+        try:
+            engine.save_checkpoint(str(folder), tag=partial.name, save_latest=False)
+        finally:  # their classes have these too
+            del writer.save, engine._copy_recovery_script
+        if faults:
+            raise faults[0]
+        entries = synced(files)
 
-    everyones = grid.gather(entries)
-    with keeping_faults():
+    entries_of_ranks = grid.gather(entries)
+    with by_all_or_none():
         if grid.first:
-            together = {name: entry for own in everyones for name, entry in own.items()}
-            finish(partial, step, trainer.config, facts, together)
-    check_faults()
+            entries = dict(ChainMap(*entries_of_ranks))
+            finish(partial, step, trainer.config, facts, entries)
     return folder_of(folder, step)
 
 
@@ -187,97 +171,6 @@ def is_saved(step: int, settings: Checkpoint) -> bool:
     return power == step
 
 
-# --- resuming -------------------------------------------------------------------------------------
-
-
-def resume(trainer: Trainer, path: Path, written_by: Engine, *, updates: int = 1) -> None:
-    """Load the engine's state of a folder global_stepN; code that its pickles name is not run.
-
-    written_by: the engine that wrote it; the state of another one than this is converted
-    updates: steps that changed the weights; before the first, an optimizer has no averages
-    Raises UserError if the state cannot be loaded or is of another step, or if its weights are not
-    those of model.safetensors.
-    """
-    engine, step = trainer.engine, step_of(path)
-    assert step is not None
-    now = Engine.of(trainer.config, trainer.grid.ranks)
-    if trainer.config.checkpoint.no_load_optim:
-        with safe_open(path / WEIGHTS, framework="pt") as weights:
-            give(trainer, weights.get_tensor)
-        engine.global_steps = step
-        logger.info("no_load_optim: continuing at step %d with a fresh optimizer", step)
-    else:
-        try:
-            with _data_only(), keeping_settings(engine):
-                if written_by == now:
-                    engine.load_checkpoint(str(path.parent), tag=path.name)
-                    if updates > 0:
-                        check_averages(engine)
-                    check_weights(trainer, path)
-                else:
-                    logger.info("%s was written with %s; continuing with %s", path, written_by, now)
-                    restore(trainer, path, written_by)
-                    engine.global_steps = step
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as fault:  # torch and DeepSpeed have many for damaged or hostile files
-            raise UserError(
-                f"{path}: the engine's state cannot be loaded ({in_words(fault):.200})"
-                " - copy the checkpoint again, or continue from another one"
-            ) from fault
-    if engine.global_steps != step:
-        raise Damaged([f"{path}: the engine's state is that of step {engine.global_steps}"])
-    trainer.step = step
-    trainer.restore_exact_positions()
-
-
-def check_weights(trainer: Trainer, path: Path) -> None:
-    """Raises ValueError if an engine's weights are not those that evaluation reads.
-
-    Every rank calls this.
-    """
-    weights = full_weights(trainer, keep=trainer.grid.first)
-    if trainer.grid.first:
-        with safe_open(path / WEIGHTS, framework="pt") as file:
-            for name, weight in weights.items():
-                if not torch.equal(weight, file.get_tensor(name)):
-                    raise ValueError(f"{name} is another one than in {WEIGHTS}")
-
-
-def _stage(of: Any, name: str) -> Any:
-    """A stage of ZeRO, which Python 3.11.0 to 3.11.3 pickle as getattr(ZeroStageEnum, name).
-
-    It stands in for getattr. UnpicklingError for all else.
-    """
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-
-    if of is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
-        raise pickle.UnpicklingError(f"Weights only load refused getattr of {of!r}")
-    return ZeroStageEnum[name]
-
-
-@contextmanager
-def _data_only() -> Iterator[None]:
-    """Let torch load plain data alone, and the few classes that DeepSpeed itself stores.
-
-    DeepSpeed otherwise unpickles its files in full, which would run code that they name.
-    """
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    before = os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
-    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
-    try:
-        classes = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
-        with torch.serialization.safe_globals([*classes, (_stage, "builtins.getattr")]):
-            yield
-    finally:
-        os.environ.pop("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
-        if before is not None:
-            os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = before
-
-
 # --- which ones stay ------------------------------------------------------------------------------
 
 
@@ -288,42 +181,54 @@ class Keeper:
     loss after it is no worse than usual. Without this rule a run that explodes would delete its
     last good weights.
 
-    folder: of the run, or None to delete nothing; started_at: the step that the run continues, or
-    None; record: checkpoint.json of that step
+    folder: of the run, or None to save nothing; record: checkpoint.json of the step that the run
+    continues, {} for a new run; deletes: whether this rank does
     """
 
     def __init__(
         self,
         folder: Path | None,
         settings: Checkpoint,
+        record: Mapping[str, Any],
         *,
-        started_at: int | None,
-        record: dict[str, Any],
+        deletes: bool = True,
     ) -> None:
-        self.folder, self.settings = folder, settings
-        self.saved = started_at
-        # What the next checkpoint's record must remember.
-        self.facts = {key: record.get(key) for key in ("proven", "usual_loss")}
-        if self.facts["usual_loss"] is None and "vocab" in record:
-            # That of guessing, which is no explosion.
-            self.facts["usual_loss"] = math.log(record["vocab"])
+        self.folder, self.settings, self.deletes = folder, settings, deletes
+        self.saved: int | None = record.get("step")
+        self.proven: int | None = record.get("proven")
+        self.usual_loss: float | None = record.get("usual_loss")
+        if self.usual_loss is None and "vocab" in record:
+            self.usual_loss = math.log(record["vocab"])  # by guessing, which is no explosion
 
     def follow(self, losses: Sequence[tuple[int, float]]) -> None:
         """Steps and their finite losses, each once; deletes what a proof made needless."""
-        facts, before = self.facts, self.facts["proven"]
+        before = self.proven
         for step, loss in losses:
-            usual = loss if facts["usual_loss"] is None else facts["usual_loss"]
+            usual = loss if self.usual_loss is None else self.usual_loss
             if loss <= usual + EXPLODED:
-                facts["usual_loss"] = usual + FOLLOWS * (loss - usual)
+                self.usual_loss = usual + FOLLOWS * (loss - usual)
                 if self.saved is not None and self.saved < step:
-                    facts["proven"] = self.saved
+                    self.proven = self.saved
             elif self.saved == step - 1:
                 logger.warning(
                     f"step {step}: loss {loss:.4g} after {usual:.4g}: global_step{self.saved}"
                     " follows an exploded update, the checkpoint before it is kept too"
                 )
-        if facts["proven"] != before:
+        if self.proven != before:
             self.clean()
+
+    def record(self) -> dict[str, Any]:
+        """Entries of checkpoint.json."""
+        return {"proven": self.proven, "usual_loss": self.usual_loss}
+
+    def save(self, trainer: Trainer, facts: dict[str, Any]) -> Path | None:
+        """Write a checkpoint, and delete those that are needless then. Every rank calls this."""
+        if self.folder is None:
+            return None
+        path = save(trainer, self.folder, facts | self.record())
+        self.wrote(trainer.step)
+        logger.info("saved %s", path)
+        return path
 
     def wrote(self, step: int) -> None:
         """A checkpoint of this step was written."""
@@ -335,13 +240,15 @@ class Keeper:
 
         The newest proven one stays, those of extra_save_iters, and all while none is proven.
         """
-        count, proven = self.settings.keep_last_n_checkpoints, self.facts["proven"]
-        if self.folder is None or not count or self.saved is None or proven is None:
+        count = self.settings.keep_last_n_checkpoints
+        if self.folder is None or self.saved is None or self.proven is None:
+            return
+        if not (count and self.deletes):
             return
         stay = self.settings.extra_save_iters
-        steps = [one for one in steps_in(self.folder) if one <= self.saved and one not in stay]
+        steps = [step for step in steps_in(self.folder) if step <= self.saved and step not in stay]
         for step in steps[:-count]:
-            if step == proven:
+            if step == self.proven:
                 continue
             path = folder_of(self.folder, step)
             try:

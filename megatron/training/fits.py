@@ -38,7 +38,7 @@ SMALLEST_DEVICE = 2_000_000_000  # bytes; asking a CUDA device takes a second
 
 
 class TrainingNeeds(NamedTuple):
-    """Of one training. state, activations: bytes per device; disk: of checkpoints, at most."""
+    """Needs of a training. state, activations: bytes per device; disk: of checkpoints, at most."""
 
     parameters: Parameters
     state: int
@@ -57,76 +57,73 @@ class TrainingNeeds(NamedTuple):
 
 def needs(config: Config, vocab: int, ranks: int, device: torch.device) -> TrainingNeeds:
     """The needs of a training on so many ranks of such devices."""
-    counted = parameters(config, vocab)
-    whole = counted.whole
-    stage = config.parallel.zero_stage
+    counts = parameters(config, vocab)
+    training, parallel, stage = config.training, config.parallel, config.parallel.zero_stage
     number = FLOAT32 if config.precision.dtype == "fp32" else 2
     masters = 0 if config.precision.dtype == "fp32" else FLOAT32
     # Ranks that share layers have the embedding whole.
     shares = shares_of(config).ranks
     embedding = vocab * config.model.hidden_size
-    own = embedding + (whole - embedding) // shares
+    share = embedding + (counts.whole - embedding) // shares
     ranks = max(1, ranks // shares)
-    state = number * own // (ranks if stage == 3 else 1)
-    state += number * own // (ranks if stage >= 2 else 1)
-    state += (ADAM + masters) * own // (ranks if stage >= 1 else 1)
+    state = number * share // (ranks if stage == 3 else 1)
+    state += number * share // (ranks if stage >= 2 else 1)
+    state += (ADAM + masters) * share // (ranks if stage >= 1 else 1)
 
     # Numbers that backward needs, per token: 5 of the residual stream, 4 of the heads (queries,
     # keys, values and output), 2 of the MLP's width before and after the activation, 4 with a gate.
     model = Architecture.of(config.model)
-    of_heads = 4 * model.attention_width
-    of_mlp = (4 if model.widened > model.mlp_width else 2) * model.mlp_width
-    of_layer = 5 * model.hidden_size + (of_heads + of_mlp) // shares
+    mlp = (4 if model.widened > model.mlp_width else 2) * model.mlp_width
+    layer = 5 * model.hidden_size + (4 * model.attention_width + mlp) // shares
     _, heads, key_dim, value_dim = model.delta_sizes
     values, keys = heads * value_dim, heads * key_dim
     # Measured, beyond attention; kda has a decay for each pair of a chunk and feature of a key.
-    of_kind = {ATTENTION: 0, "gated_delta": 28 * values, "kda": 28 * values + 37 * keys}
+    delta_states = {ATTENTION: 0, "gated_delta": 28 * values, "kda": 28 * values + 37 * keys}
     kinds = layers_of_kinds(model)
-    of_states = sum(of_kind[kind] * layers for kind, layers in kinds.items())
-    of_layers = model.num_layers * of_layer
-    if config.training.checkpoint_activations:
-        of_layers = model.num_layers * model.hidden_size + of_layer
-        of_states = max(of_kind[kind] for kind in kinds)
-    of_layers += of_states
-    parallel = config.parallel
-    whole_text = config.training.train_micro_batch_size_per_gpu * config.model.seq_length
-    tokens = whole_text // parallel.context_parallel_size
-    activations = number * tokens * (of_layers + 4 * model.hidden_size)
+    if training.checkpoint_activations:
+        layers = model.num_layers * model.hidden_size + layer
+        layers += max(delta_states[kind] for kind in kinds)
+    else:
+        layers = model.num_layers * layer
+        layers += sum(delta_states[kind] * count for kind, count in kinds.items())
+    text = training.train_micro_batch_size_per_gpu * config.model.seq_length
+    tokens = text // parallel.context_parallel_size
+    activations = number * tokens * (layers + 4 * model.hidden_size)
     if parallel.cp_comm_type == "all_gather":  # keys and values of the other parts
-        layers = 1 if config.training.checkpoint_activations else model.num_layers
-        activations += number * (whole_text - tokens) * layers * 2 * model.attention_width
+        at_once = 1 if training.checkpoint_activations else model.num_layers
+        activations += number * (text - tokens) * at_once * 2 * model.attention_width
     activations += FLOAT32 * vocab * model.hidden_size
     activations += 3 * FLOAT32 * min(tokens, tokens_at_once(device)) * vocab
     interval, most = config.checkpoint.save_interval, config.checkpoint.keep_last_n_checkpoints
-    kept = -(-config.training.train_iters // interval) if interval else 1
+    checkpoints = -(-training.train_iters // interval) if interval else 1
     if most:
-        kept = min(kept, most)
-    disk = CHECKPOINT * whole * (kept + 1)
-    return TrainingNeeds(counted, state, activations, disk)
+        checkpoints = min(checkpoints, most)
+    disk = CHECKPOINT * counts.whole * (checkpoints + 1)
+    return TrainingNeeds(counts, state, activations, disk)
 
 
 def check_fits(
-    config: Config, vocab: int, *, ranks: int, ranks_here: int, device: torch.device
+    config: Config, vocab: int, *, ranks: int, local_ranks: int, device: torch.device
 ) -> TrainingNeeds:
     """The needs of a training; raises UserError if what is certain of them is beyond the memory.
 
-    ranks: of the whole run; ranks_here: those on this machine, whose memory they share on the CPU
+    ranks: of the whole run; local_ranks: those on this machine, whose memory they share on the CPU
     """
     need = needs(config, vocab, ranks, device)
-    sharing = ranks_here if device.type == "cpu" else 1
-    wanted = (need.state + need.activations // 2) * sharing
-    if device.type == "cuda" and wanted < SMALLEST_DEVICE:
+    sharing = local_ranks if device.type == "cpu" else 1
+    needed = (need.state + need.activations // 2) * sharing
+    if device.type == "cuda" and needed < SMALLEST_DEVICE:
         return need
     memory = device_memory(device)
     if device.type == "cpu":
         memory += swap_memory().total
-    if wanted > memory:
+    if needed > memory:
         model = config.model
         windows = config.training.train_micro_batch_size_per_gpu
         raise UserError(
             f"num_layers = {model.num_layers}, hidden_size = {model.hidden_size}, seq_length ="
             f" {model.seq_length}, train_micro_batch_size_per_gpu = {windows}:"
-            f" {need.parameters.whole:,} parameters and what a step keeps need {in_bytes(wanted)}"
+            f" {need.parameters.whole:,} parameters and what a step keeps need {in_bytes(needed)}"
             f" or more in {sharing} process(es), and there are {in_bytes(memory)} of memory - lower"
             " them, make_vocab_size_divisible_by or the encoding's options"
         )

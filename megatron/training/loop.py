@@ -1,12 +1,11 @@
-"""The training loop: open, build, resume; then batch, forward, backward, step, log, save."""
+"""The training loop: open, build, resume; then batch, step, log, validate, save."""
 
 import contextlib
 import logging
 import math
 import secrets
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ from torch import Tensor
 
 from megatron.checkpoints.saved import remove_unfinished, with_parent
 from megatron.config import Config
-from megatron.config.schema import Logging, plain
+from megatron.config.schema import plain
+from megatron.data.parts import Part
 from megatron.errors import UserError
 from megatron.folder_lock import owned_folder
 from megatron.model import from_config
@@ -24,42 +24,17 @@ from megatron.parallel.threads import count_parameters, local_processes, use_thr
 from megatron.training import checkpoint
 from megatron.training.batches import Batches, length_of_step, open_text, with_epochs
 from megatron.training.fits import check_fits
-from megatron.training.metrics import (
-    Metrics,
-    Progress,
-    flops_per_token,
-    peak_memory,
-    peak_of,
-    utilisation,
-)
+from megatron.training.metrics import TrainingLog, peak_memory
 from megatron.training.noise_scale import NoiseScale
 from megatron.training.optimizer import learning_rate
 from megatron.training.profiling import Profiling
-from megatron.training.start import (
-    load_matching_weights,
-    match_weights,
-    starting_point,
-    with_schedule,
-)
+from megatron.training.resume import resume
+from megatron.training.start import Start, match_weights, starting_point, with_schedule
 from megatron.training.stop import Stop
-from megatron.training.trainer import Trainer
-from megatron.training.universal import Engine
+from megatron.training.trainer import StepResult, Trainer
 
 logger = logging.getLogger(__name__)
 
-SHOWN = 4  # learned numbers of the encoding in a line of the console
-SHOWN_NUMBERS = {
-    "loss": "loss {:.4f}",
-    "lr": "lr {:.2e}",
-    "seq_length": "length {}",
-    "grad_norm": "grad norm {:.3f}",
-    "noise_scale": "noise scale {:.3g} windows",
-    "tokens_per_second": "{:,.0f} tokens/s",
-    "mfu": "MFU {:.1%}",
-    "model_tflops_per_second": "{:.3g} model TFLOP/s",
-    "peak_memory_gib": "peak {:.2f} GiB",
-}
-"""The numbers of a record in a line of the console, in this order."""
 LOST_WORKER = "DataLoader worker"  # how torch's message about a lost process begins
 REFUSED = "does not have a deterministic implementation"  # torch's words
 
@@ -71,16 +46,14 @@ def train(config: Config, grid: Grid) -> Path | None:
     A signal ends the process with 128 + its number. Raises UserError if something does not fit,
     which is found before the engine is built, or a loss is not finite.
     """
-    # Own `save`, and `log_dir` if that is another folder; what killed runs left is removed.
     save_to = config.checkpoint.save
     places = {"log_dir": config.logging.log_dir, "save": save_to}
     folders = {Path(place).resolve(): (key, place) for key, place in places.items() if place}
     owned = [owned_folder(Path(place), key) for key, place in folders.values()]
-    with owned_by_first(grid, *owned), _known_faults():
+    with owned_by_first(grid, *owned), _faults_in_words():
+        # Open: the text, the checkpoint that the run goes on from, the engine, the logs.
         if save_to and grid.first:
             remove_unfinished(Path(save_to))
-
-        # Open: the text, and the checkpoint that the run goes on from.
         with shared_faults(grid):
             config = with_parent(config)
             parallel = config.parallel
@@ -90,21 +63,83 @@ def train(config: Config, grid: Grid) -> Path | None:
             config = with_epochs(config, parts["train"], grid.data_ranks)
         start = starting_point(config, facts, grid)
         config = with_schedule(config, start)
-        if start.has_begun:  # no_load_optim was for the first start
-            keys = config.checkpoint.model_copy(update={"no_load_optim": False})
-            config = replace(config, checkpoint=keys)
-        training, logs_as, vocab = config.training, config.logging, facts["vocab"]
-        steps, length = training.train_iters, config.model.seq_length
-        if config.checkpoint.parent.path is not None:
-            facts["parent"] = plain(config.checkpoint.parent)
-            facts["parent_model"] = start.parent_model
-        if "wandb" in start.record or logs_as.use_wandb:
-            facts["wandb"] = start.record.get("wandb") or secrets.token_hex(4)
+        steps = config.training.train_iters
         if start.step >= steps:
             logger.info("step %d of %d: nothing left to train", start.step, steps)
             return start.before.path if start.before else None
+        run = Run(config, grid, parts, facts, start)
+        trainer, losses, stop = run.trainer, run.losses, run.stop
 
-        optimizer = config.optimizer
+        saved = None
+        with contextlib.closing(run.log), stop, run.profiling:
+            if start.before is None and checkpoint.is_saved(0, config.checkpoint):
+                saved = run.save()
+            peak_memory(grid.device)  # so that the first line's peak leaves out the engine's start
+
+            for step in range(start.step + 1, steps + 1):
+                length = length_of_step(config, step)
+                with run.profiling.step(step):
+                    result = trainer.train_step(run.batches.next_step(length))
+                losses.add(step, result)
+
+                stops = step < steps and stop.due(step)
+                last = stops or step == steps
+                logs = last or step % config.logging.log_interval == 0
+                saves = last or checkpoint.is_saved(step, config.checkpoint)
+                validates = run.validates and not stops
+                if step < steps:
+                    validates = validates and step % config.training.eval_interval == 0
+
+                if logs or validates or saves:
+                    run.keeper.follow(losses.check())
+                if logs:
+                    tokens = run.batches.used * config.model.seq_length
+                    skipped = {"skipped": losses.skipped} if losses.skipped else {}
+                    run.log.step(trainer, result, losses.take_mean(), {"tokens": tokens} | skipped)
+                if validates:
+                    # Before the checkpoint: after a validation that is not finite none is written.
+                    run.validate()
+                    stops = stop.reason is not None
+                if saves or stops:
+                    saved = run.save()
+                if stops:
+                    break
+
+        # Close: say why the run ended early.
+        if stop.reason is not None and trainer.step < steps:
+            reason, status = stop.reason
+            outcome = f"saved {saved}; load={saved} continues it"
+            if saved is None:
+                outcome = "nothing was saved, for save is not set"
+            logger.warning(f"stopped at step {trainer.step} of {steps} ({reason}), {outcome}")
+            if status:
+                sys.exit(status)
+        return saved
+
+
+class Run:
+    """A training that is open: its engine at the start, its text, checkpoints and logs.
+
+    parts, facts: of `open_text`. Every rank calls each method at the same step.
+    Raises UserError if the model does not fit into the memory or a place cannot be written.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        grid: Grid,
+        parts: Mapping[str, Part],
+        facts: dict[str, Any],
+        start: Start,
+    ) -> None:
+        self.config, self.grid, self.facts = config, grid, facts
+        training, settings, record = config.training, config.logging, start.record
+        if config.checkpoint.parent.path is not None:
+            facts["parent"] = plain(config.checkpoint.parent)
+            facts["parent_model"] = start.parent_model
+        if "wandb" in record or settings.use_wandb:
+            facts["wandb"] = record.get("wandb") or secrets.token_hex(4)
+        steps, optimizer = training.train_iters, config.optimizer
         decayed = optimizer.lr_decay_iters
         if decayed < steps and optimizer.lr and not learning_rate(steps - 1, optimizer):
             logger.info(
@@ -112,206 +147,88 @@ def train(config: Config, grid: Grid) -> Path | None:
                 " nothing is learned; raise it or min_lr, or lower train_iters"
             )
 
-        # Build: the model, its batches, and the engine.
+        vocab = facts["vocab"]
         with shared_faults(grid):
-            here = local_processes()
-            need = check_fits(config, vocab, ranks=grid.ranks, ranks_here=here, device=grid.device)
-        whole, of_encoding = need.parameters
-        logger.info(f"{whole:,} parameters: {need}")
+            needs = check_fits(
+                config, vocab, ranks=grid.ranks, local_ranks=local_processes(), device=grid.device
+            )
+        count, encoding_count = needs.parameters
+        logger.info(f"{count:,} parameters: {needs}")
         model = from_config(config, vocab, facts["tokenizer"].get("eod"))
-        batches = Batches(config, grid, parts, start.windows, start.planned)
-        validates = bool(training.eval_interval and training.eval_iters)
-        if validates:  # what cannot be validated is refused now
-            one_window = torch.zeros(1, config.data.seq_length_val, config.model.hidden_size)
-            model.position.on_embeddings(one_window)
-            batches.validation()
-        use_threads(count_parameters(model), grid.device, before=start.record.get("threads"))
+        self.batches = Batches(config, grid, parts, start.windows, start.planned)
+        self.validates = bool(training.eval_interval and training.eval_iters)
+        if self.validates:  # what cannot be validated is refused now
+            window = torch.zeros(1, config.data.seq_length_val, config.model.hidden_size)
+            model.position.on_embeddings(window)
+            self.batches.validation()
+        use_threads(count_parameters(model), grid.device, before=record.get("threads"))
         parent_weights = match_weights(start, model)
-        trainer = Trainer(config, model, grid)
+        self.trainer = trainer = Trainer(config, model, grid)
         logger.info(
-            f"{config.label}: {whole:,} parameters,"
-            f" {of_encoding:,} of them in the encoding;"
+            f"{config.label}: {count:,} parameters, {encoding_count:,} of them in the encoding;"
             f" {vocab} rows of vocabulary; config {config.hash}"
         )
         logger.info(
             f"{grid.ranks} rank(s) on {grid.device.type}, {config.precision.dtype},"
             f" attention {trainer.model.attention_choice}"
         )
-
-        # Resume: all of a checkpoint, or a parent's weights.
         if parent_weights is not None:
-            load_matching_weights(trainer, parent_weights)
-        resumed_at = None
+            parent_weights.load(trainer)
         if start.before is not None:
-            resumed_at = start.step
-            ranks = start.record.get("ranks", grid.ranks)
-            written_by = Engine.of(start.before.config, ranks)
-            updates = start.step - start.record.get("skipped", 0)
-            checkpoint.resume(trainer, start.before.path, written_by, updates=updates)
+            resume(trainer, *start.before)
+        trainer.restore_exact_positions()
 
-        # What surrounds the loop.
-        folder = Path(save_to) if save_to else None
-        folder_of_logs = Path(logs_as.log_dir) if logs_as.log_dir else folder
-        losses = Losses(config, grid, start.record)
-        keeper = checkpoint.Keeper(
-            folder if grid.first else None,
-            config.checkpoint,
-            started_at=resumed_at,
-            record=start.record,
-        )
-        metrics = Metrics(None, Logging(), {})  # on other ranks nothing is written
+        folder = Path(config.checkpoint.save) if config.checkpoint.save else None
+        log_folder = Path(settings.log_dir) if settings.log_dir else folder
+        self.losses = Losses(config, grid, record)
+        self.keeper = checkpoint.Keeper(folder, config.checkpoint, record, deletes=grid.first)
         with shared_faults(grid):
-            if grid.first:
-                run_id = facts.get("wandb")
-                keys = config.flat()
-                metrics = Metrics(
-                    folder_of_logs, logs_as, keys, resumed_at=resumed_at, run_id=run_id
-                )
-        stop = Stop(grid, steps=training.exit_interval, minutes=training.exit_duration)
-        profiling = Profiling(logs_as, folder_of_logs, grid, done=start.step)
-        progress = Progress(start.step, steps)
-        peak = logs_as.peak_theoretical_tflops
-        if peak is None and grid.device.type == "cuda":
-            peak = peak_of(torch.cuda.get_device_name(grid.device), config.precision.dtype)
-        if logs_as.log_gradient_noise_scale and config.precision.dtype == "fp16":
+            self.log = TrainingLog(config, grid, log_folder, vocab, start.record, facts)
+        self.stop = Stop(grid, steps=training.exit_interval, minutes=training.exit_duration)
+        self.profiling = Profiling(settings, log_folder, grid, done=start.step)
+        if settings.log_gradient_noise_scale and config.precision.dtype == "fp16":
             logger.warning("log_gradient_noise_scale: is not measured with fp16 - use bf16 or fp32")
-        elif logs_as.log_gradient_noise_scale:
+        elif settings.log_gradient_noise_scale:
             trainer.noise = NoiseScale(
-                batches.per_step,
-                logs_as.gradient_noise_scale_n_batches,
+                self.batches.per_step,
+                settings.gradient_noise_scale_n_batches,
                 grid,
-                on_cpu=logs_as.gradient_noise_scale_cpu_offload,
-                averages=start.record.get("noise_scale"),
+                on_cpu=settings.gradient_noise_scale_cpu_offload,
+                averages=record.get("noise_scale"),
             )
 
-        def save() -> Path | None:
-            if folder is None:
-                return None
-            record = facts | keeper.facts
-            record |= {
-                "windows": batches.used,
-                "planned": batches.planned,
-                "windows_per_step": batches.per_step,
-                "ranks": grid.ranks,
-                "data_ranks": grid.data_ranks,
-                "threads": torch.get_num_threads(),
-                "pending_losses": [loss.item() for loss in losses.means],
-                "skipped": losses.skipped,
-            }
-            if trainer.noise is not None:
-                record["noise_scale"] = trainer.noise.averages
-            with progress.paused():
-                path = checkpoint.save(trainer, folder, record)
-                keeper.wrote(trainer.step)
-                logger.info("saved %s", path)
-            return path
+    def save(self) -> Path | None:
+        """The folder of a checkpoint of this step, or None where `save` is not set."""
+        record = self.facts | self.batches.record() | self.losses.record()
+        record |= {"ranks": self.grid.ranks, "data_ranks": self.grid.data_ranks}
+        record["threads"] = torch.get_num_threads()
+        if self.trainer.noise is not None:
+            record["noise_scale"] = self.trainer.noise.averages
+        with self.log.paused():
+            return self.keeper.save(self.trainer, record)
 
-        saved = None
-        with contextlib.closing(metrics), stop, profiling:
-            if start.before is None and checkpoint.is_saved(0, config.checkpoint):
-                saved = save()
-            peak_memory(grid.device)  # so that the first line's peak leaves out the engine's start
+    def validate(self) -> None:
+        """Measure and log the loss of the validation, unless the run stops meanwhile.
 
-            for step in range(start.step + 1, steps + 1):
-                length_now = length_of_step(config, step)
-                with profiling.step(step):
-                    result = train_step(trainer, batches.next_step(length_now))
-                losses.add(step, result)
-
-                stops = step < steps and stop.wanted(step)
-                last = stops or step == steps
-                logs = last or step % logs_as.log_interval == 0
-                validates_now = validates and not stops
-                if step < steps:
-                    validates_now = validates_now and step % training.eval_interval == 0
-                saves = last or checkpoint.is_saved(step, config.checkpoint)
-
-                if logs or validates_now or saves:
-                    keeper.follow(losses.check())
-                if logs:
-                    loss = torch.stack(losses.means).mean().item() if losses.means else math.nan
-                    losses.means.clear()
-                    numbers = {"loss": loss, "lr": result["lr"], "grad_norm": None}
-                    if logs_as.log_grad_norm and result["grad_norm"] is not None:
-                        numbers["grad_norm"] = float(result["grad_norm"])
-                    seconds = progress.advance(step)
-                    speed = batches.per_step * length / seconds
-                    numbers |= {"tokens_per_second": speed, "seconds_per_step": seconds}
-                    if training.seq_length_schedule:
-                        numbers["seq_length"] = length_now
-                    model_now = config.model.model_copy(update={"seq_length": length_now})
-                    flops = flops_per_token(model_now, vocab)
-                    numbers |= utilisation(flops, speed / grid.ranks, peak)
-                    numbers["peak_memory_gib"] = peak_memory(grid.device) / 2**30
-                    numbers["tokens"] = batches.used * length
-                    if losses.skipped:
-                        numbers["skipped"] = losses.skipped
-                    if trainer.noise is not None:
-                        numbers |= trainer.noise.numbers()
-                    learned = trainer.model.learned()
-                    metrics.log(step, "train", numbers, learned)
-                    words = [f"step {step}/{steps}"]
-                    for name, text in SHOWN_NUMBERS.items():
-                        if numbers.get(name) is not None:
-                            words.append(text.format(numbers[name]))
-                    for name, value in list(learned.items())[:SHOWN]:
-                        words.append(f"{name} {value.mean():.3f}")
-                    logger.info("  ".join([*words, f"{progress.remaining()} left"]))
-                if validates_now:
-                    # Before the checkpoint: after a validation that is not finite none is written.
-                    with progress.paused():
-                        windows = batches.validation()
-                        loss = trainer.validate(windows, training.eval_iters, stops=stop.wanted)
-                    stops = stop.reason is not None
-                    if loss is not None:
-                        if not math.isfinite(loss):
-                            raise UserError(
-                                f"validation: its loss is {loss} at step {step}, no checkpoint of"
-                                f" this step is written - {checkpoint.CURE}"
-                            )
-                        perplexity = math.exp(min(loss, 700.0))
-                        at = config.data.seq_length_val
-                        numbers = {"loss": loss, "perplexity": perplexity, "length": at}
-                        metrics.log(step, "valid", numbers)
-                        logger.info(
-                            f"step {step}: validation loss {loss:.4f}, perplexity"
-                            f" {perplexity:.3f} at length {at}"
-                        )
-                if saves or stops:
-                    saved = save()
-                if stops:
-                    break
-
-        if stop.reason is not None and trainer.step < steps:
-            words, status = stop.reason
-            outcome = f"saved {saved}; load={saved} continues it"
-            if saved is None:
-                outcome = "nothing was saved, for save is not set"
-            logger.warning(f"stopped at step {trainer.step} of {steps} ({words}), {outcome}")
-            if status:
-                sys.exit(status)
-        return saved
-
-
-def train_step(trainer: Trainer, micro_batches: Sequence[Tensor]) -> dict[str, Any]:
-    """One optimizer step over gradient_accumulation_steps batches [micro_batch, length + 1].
-
-    Returns loss, lr, grad_norm, and skipped: whether nothing changed, because the loss or the
-    gradient of some rank is not finite and skip_nonfinite allows it. All ranks skip together.
-    """
-    lr = trainer.begin_step()
-    total = torch.zeros((), device=trainer.grid.device)
-    for batch in micro_batches:
-        loss = trainer.losses(batch, mean=True)
-        total += loss.detach() / len(micro_batches)
-        trainer.backward(loss)
-        trainer.update()
-    norm, skipped = trainer.end_step(total)
-    return {"loss": total, "lr": lr, "grad_norm": norm, "skipped": skipped}
+        Raises UserError if it is not finite.
+        """
+        step = self.trainer.step
+        with self.log.paused():
+            loss = self.trainer.validate(
+                self.batches.validation(), self.config.training.eval_iters, stops=self.stop.due
+            )
+        if loss is None:
+            return
+        if not math.isfinite(loss):
+            raise UserError(
+                f"validation: its loss is {loss} at step {step}, no checkpoint of this step is"
+                f" written - {checkpoint.CURE}"
+            )
+        self.log.validation(step, loss)
 
 
 class Losses:
-    """Losses since the last log line, and what happens if one is not finite.
+    """Losses since the last log line, and the rule for one that is not finite.
 
     Every rank calls each method at the same step. record: checkpoint.json of the start, which holds
     mean losses that were not logged yet, and the number of skipped steps
@@ -324,27 +241,29 @@ class Losses:
         self.unchecked: list[tuple[int, Tensor]] = []  # steps, and [loss, norm] of this rank
         self.skipped: int = record.get("skipped", 0)
 
-    def add(self, step: int, result: dict[str, Any]) -> None:
-        """One step, with what `train_step` returned.
+    def record(self) -> dict[str, Any]:
+        """Entries of checkpoint.json."""
+        pending = [loss.item() for loss in self.means]
+        return {"pending_losses": pending, "skipped": self.skipped}
 
-        Raises UserError if more steps were skipped than skip_nonfinite allows.
-        """
-        norm = result["grad_norm"]
+    def add(self, step: int, result: StepResult) -> None:
+        """Raises UserError if more steps were skipped than skip_nonfinite allows."""
+        norm = result.grad_norm
         if norm is None or self.config.precision.dtype == "fp16":
             norm = 0.0  # in fp16 a loss scale that is too large is no fault of the step
         if not isinstance(norm, Tensor):
             # Filled on the device: a copy from the host would wait for it.
             norm = torch.full((), norm, device=self.grid.device)
-        numbers = torch.stack([result["loss"].float(), norm.float()])
-        if not result["skipped"]:
+        numbers = torch.stack([result.loss.float(), norm.float()])
+        if not result.skipped:
             self.unchecked.append((step, numbers))
             return
         self.skipped += 1
-        allowed = self.config.training.skip_nonfinite
-        what = f"{self._describe(step, numbers)}: skipped, {self.skipped} of {allowed}"
-        if self.skipped > allowed:
-            raise UserError(f"{what} (skip_nonfinite) - {checkpoint.CURE}")
-        logger.warning(what)
+        limit = self.config.training.skip_nonfinite
+        message = f"{self._describe(step, numbers)}: skipped, {self.skipped} of {limit}"
+        if self.skipped > limit:
+            raise UserError(f"{message} (skip_nonfinite) - {checkpoint.CURE}")
+        logger.warning(message)
 
     def check(self) -> list[tuple[int, float]]:
         """Steps since the last check with their mean losses over all ranks.
@@ -358,23 +277,30 @@ class Losses:
         means = self.grid.mean(torch.stack(numbers))  # [steps, 2]
         finite = means.isfinite().all(dim=1).tolist()
         if not all(finite):
-            what = self._describe(*self.unchecked[finite.index(False)])
-            raise UserError(f"{what} - {checkpoint.CURE}, or set skip_nonfinite")
-        self.means += list(means[:, 0])
+            number = self._describe(*self.unchecked[finite.index(False)])
+            raise UserError(f"{number} - {checkpoint.CURE}, or set skip_nonfinite")
+        losses = means[:, 0]
+        self.means += list(losses)
         self.unchecked.clear()
-        return list(zip(steps, means[:, 0].tolist(), strict=True))
+        return list(zip(steps, losses.tolist(), strict=True))
+
+    def take_mean(self) -> float:
+        """The mean since the last log line; NaN if all steps were skipped."""
+        mean = torch.stack(self.means).mean().item() if self.means else math.nan
+        self.means.clear()
+        return mean
 
     def _describe(self, step: int, numbers: Tensor) -> str:
         """The number that is not finite at a step, and its rank."""
-        everyones = self.grid.gather(numbers.tolist())  # [[loss, norm]] by rank
-        for rank, (loss, _) in enumerate(everyones):
+        numbers_by_rank = self.grid.gather(numbers.tolist())  # [[loss, norm]]
+        for rank, (loss, _) in enumerate(numbers_by_rank):
             if not math.isfinite(loss):
                 return f"loss: {loss} at step {step} on rank {rank}"
-        return f"gradient norm: {everyones[0][1]} at step {step}"
+        return f"gradient norm: {numbers_by_rank[0][1]} at step {step}"
 
 
 @contextlib.contextmanager
-def _known_faults() -> Iterator[None]:
+def _faults_in_words() -> Iterator[None]:
     """A lost process of num_workers, and an operation that torch cannot repeat, are one message."""
     try:
         yield

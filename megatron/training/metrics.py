@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -24,15 +24,32 @@ import torch
 import yaml
 from torch import Tensor
 
+from megatron.config import Config
 from megatron.config.schema import Logging, Model
 from megatron.errors import cannot_write, in_words
 from megatron.files import atomic_write, read_small, write_text
 from megatron.model import Architecture
 from megatron.model.size import BACKWARD, attention_flops, palm_weights
+from megatron.parallel.grid import Grid
 from megatron.results.files import CHECKSUM, LARGEST, checksum, record_of
+from megatron.training.batches import length_of_step, windows_per_step
+from megatron.training.trainer import StepResult, Trainer
 
 logger = logging.getLogger(__name__)
 
+SHOWN = 4  # learned numbers of the encoding in a line of the console
+CONSOLE = {
+    "loss": "loss {:.4f}",
+    "lr": "lr {:.2e}",
+    "seq_length": "length {}",
+    "grad_norm": "grad norm {:.3f}",
+    "noise_scale": "noise scale {:.3g} windows",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "mfu": "MFU {:.1%}",
+    "model_tflops_per_second": "{:.3g} model TFLOP/s",
+    "peak_memory_gib": "peak {:.2f} GiB",
+}
+"""The numbers of a record in a line of the console, in this order."""
 LARGEST_TABLE = 1024
 """Numbers of one parameter that a record may hold: kernels, not a table of learned positions."""
 PEAKS: dict[str, list[float | None]] = yaml.safe_load(
@@ -92,42 +109,6 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-class Progress:
-    """Speed of the last steps and the time that is left."""
-
-    def __init__(self, step: int, steps: int) -> None:
-        self.steps = steps
-        self.first_step = self.last_step = step
-        self.started = self.moment = _now()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """A validation or a checkpoint: no part of a step's time."""
-        before = _now()
-        yield
-        self.moment += _now() - before
-
-    def advance(self, step: int) -> float:
-        """Seconds per step since the last call."""
-        now = _now()
-        seconds = (now - self.moment) / max(1, step - self.last_step)
-        self.last_step, self.moment = step, now
-        return seconds
-
-    def remaining(self) -> str:
-        """h:mm:ss to the end if all goes on as it did since the start, pauses included."""
-        done = max(1, self.last_step - self.first_step)
-        left = (_now() - self.started) / done * (self.steps - self.last_step)
-        return str(timedelta(seconds=round(left)))
-
-
-def _now() -> float:
-    """Seconds, after the device has finished its work."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 # --- where the numbers go -------------------------------------------------------------------------
 
 Numbers = dict[str, Any]
@@ -185,9 +166,9 @@ class Metrics:
 
             # It asks no terminal for a key, and a stuck service must not block log lines.
             quiet: dict[str, Any] = {"silent": True, "console": "off"}
-            known = wandb.setup(wandb.Settings(**quiet)).settings
+            defaults = wandb.setup(wandb.Settings(**quiet)).settings
             limits = {"init_timeout": 15, "finish_timeout": 30, "finish_timeout_raises": True}
-            address = settings.wandb_host or known.base_url
+            address = settings.wandb_host or defaults.base_url
             run = wandb.init(
                 project=settings.wandb_project,
                 entity=settings.wandb_team,
@@ -282,6 +263,105 @@ class Metrics:
     def _write_events(self, record: Numbers, learned: dict[str, Tensor]) -> None:
         for name, value in _charts(record, learned).items():
             self.events.add_scalar(name, value, record["step"])
+
+
+class TrainingLog(Metrics):
+    """The lines of a training: a record by number for each, and one for the console.
+
+    It measures the speed of the steps between two lines and the time that is left.
+
+    record: checkpoint.json of the start; facts: of the next one. Only the first rank writes.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        grid: Grid,
+        folder: Path | None,
+        vocab: int,
+        record: Mapping[str, Any],
+        facts: Mapping[str, Any],
+    ) -> None:
+        settings = config.logging
+        super().__init__(
+            folder if grid.first else None,
+            settings if grid.first else Logging(),
+            config.flat(),
+            resumed_at=record.get("step"),
+            run_id=facts.get("wandb"),
+        )
+        self.config, self.grid, self.vocab = config, grid, vocab
+        self.steps = config.training.train_iters
+        self.first_step = self.last_step = record.get("step", 0)
+        self.started = self.moment = _now()
+        self.peak = settings.peak_theoretical_tflops
+        if self.peak is None and grid.device.type == "cuda":
+            name = torch.cuda.get_device_name(grid.device)
+            self.peak = peak_of(name, config.precision.dtype)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A validation or a checkpoint: no part of a step's time."""
+        before = _now()
+        yield
+        self.moment += _now() - before
+
+    def step(self, trainer: Trainer, result: StepResult, loss: float, more: Numbers) -> None:
+        """Log the steps since the last line.
+
+        result: of the last one; loss: the mean; more: further numbers
+        """
+        config, step = self.config, trainer.step
+        moment = _now()
+        seconds = (moment - self.moment) / max(1, step - self.last_step)
+        self.last_step, self.moment = step, moment
+        length = length_of_step(config, step)
+        windows = windows_per_step(config) * self.grid.data_ranks
+        speed = windows * config.model.seq_length / seconds
+        numbers: Numbers = {"loss": loss, "lr": result.lr, "grad_norm": None}
+        if config.logging.log_grad_norm and result.grad_norm is not None:
+            numbers["grad_norm"] = float(result.grad_norm)
+        numbers |= {"tokens_per_second": speed, "seconds_per_step": seconds}
+        if config.training.seq_length_schedule:
+            numbers["seq_length"] = length
+        model = config.model.model_copy(update={"seq_length": length})
+        flops = flops_per_token(model, self.vocab)
+        numbers |= utilisation(flops, speed / self.grid.ranks, self.peak)
+        numbers["peak_memory_gib"] = peak_memory(self.grid.device) / 2**30
+        numbers |= more
+        if trainer.noise is not None:
+            numbers |= trainer.noise.numbers()
+        learned = trainer.model.learned()
+        self.log(step, "train", numbers, learned)
+
+        words = [f"step {step}/{self.steps}"]
+        for name, text in CONSOLE.items():
+            if numbers.get(name) is not None:
+                words.append(text.format(numbers[name]))
+        for name, value in list(learned.items())[:SHOWN]:
+            words.append(f"{name} {value.mean():.3f}")
+        # The time that is left if all goes on as it did since the start, pauses included.
+        done = max(1, step - self.first_step)
+        left = (_now() - self.started) / done * (self.steps - step)
+        words.append(f"{timedelta(seconds=round(left))} left")
+        logger.info("  ".join(words))
+
+    def validation(self, step: int, loss: float) -> None:
+        perplexity = math.exp(min(loss, 700.0))
+        length = self.config.data.seq_length_val
+        numbers = {"loss": loss, "perplexity": perplexity, "length": length}
+        self.log(step, "valid", numbers)
+        logger.info(
+            f"step {step}: validation loss {loss:.4f}, perplexity {perplexity:.3f} at length"
+            f" {length}"
+        )
+
+
+def _now() -> float:
+    """Seconds, after the device has finished its work."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _charts(record: Numbers, learned: dict[str, Tensor]) -> dict[str, float]:

@@ -51,27 +51,29 @@ class NoiseScale:
 
     @torch.no_grad()
     def add(self, parts: Iterable[Tensor]) -> None:
-        """The gradient of one step before clipping: this rank's parts, see `own_gradients`.
+        """The gradient of one step before clipping: this rank's parts, see `gradient_parts`.
 
         Every rank calls this. A group in which a gradient is not finite is left out.
         """
         square: Tensor | float = 0.0
         for index, part in enumerate(parts):
             square = square + _square(part)
-            kept = part.float() if self.device is None else part.to(self.device, torch.float32)
+            gradient = part.float() if self.device is None else part.to(self.device, torch.float32)
             if self.count:
-                self.sums[index] += kept
+                self.sums[index] += gradient
             else:
-                self.sums.append(kept.clone())
+                self.sums.append(gradient.clone())
         self.squares.append(square)
         self.count += 1
         if self.count < self.steps:
             return
-        own_small = plain_sum(float(square) / self.steps for square in self.squares)
-        own_large = plain_sum(float(_square(total)) / self.steps**2 for total in self.sums)
+        small_part = plain_sum(float(square) / self.steps for square in self.squares)
+        large_part = plain_sum(float(_square(total)) / self.steps**2 for total in self.sums)
         self.sums, self.squares, self.count = [], [], 0
-        own = torch.tensor([own_small, own_large], dtype=torch.float64, device=self.grid.device)
-        small, large = self.grid.sum(own).tolist()
+        numbers = torch.tensor(
+            [small_part, large_part], dtype=torch.float64, device=self.grid.device
+        )
+        small, large = self.grid.sum(numbers).tolist()
         if not (math.isfinite(small) and math.isfinite(large)):
             return
         batch, many = self.windows, self.windows * self.steps
@@ -100,7 +102,7 @@ def _square(part: Tensor) -> Tensor:
     return torch.linalg.vector_norm(part, dtype=torch.float64).square()
 
 
-def own_gradients(parameters: Iterable[Any], grid: Grid) -> Iterator[Tensor]:
+def gradient_parts(parameters: Iterable[Any], grid: Grid) -> Iterator[Tensor]:
     """This rank's parts of an engine's gradient, between its backward pass and its step.
 
     The parts of all ranks together hold every number once, and zeros. Any shapes.

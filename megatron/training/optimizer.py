@@ -2,18 +2,22 @@
 
 import importlib
 import importlib.util
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+import re
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from megatron.config.schedules import SHAPES
 from megatron.config.schema import Optimizer
 
-GATES_OF_HEADS = (".beta_decay.weight", ".beta.weight")
-"""Matrices with a row or two for each head, which Muon leaves to Adam."""
+AVERAGES = ("exp_avg", "exp_avg_sq")
+"""Keys of Adam's averages in its state, in torch and in NVIDIA's apex."""
+MOMENTUM = ("momentum_buffer",)
+"""Keys of Muon's averages."""
+MATRIX = r"layers\.(?!.*\.(beta_decay|beta)\.weight$)"
+"""Names of matrices that Muon takes: those of the layers, without two that have a row or two for
+each head."""
 
 
 def learning_rate(step: int, optimizer: Optimizer) -> float:
@@ -41,47 +45,26 @@ def learning_rate(step: int, optimizer: Optimizer) -> float:
             return peak
     left = steps if old else steps + 1 - start
     progress = min(1.0, (reached - start) / left)
-    style = optimizer.lr_decay_style
-    if style == "wsd":
-        style = optimizer.lr_wsd_decay_style
-    shape = 1.0
-    if style == "cosine":
-        shape = (math.cos(math.pi * progress) + 1) / 2
-    elif style == "linear":
-        shape = 1 - progress
-    elif style == "exponential":
-        shape = 2 * 0.5**progress - 1
-    elif style == "minus_sqrt":
-        shape = 1 - math.sqrt(progress)
+    shape = SHAPES[optimizer.decay_shape](progress)
     return max(floor, peak * shape if old else floor + (peak - floor) * shape)
 
 
 def build_optimizer(
     model: nn.Module, settings: Optimizer, device: torch.device
 ) -> torch.optim.Optimizer:
-    """Adam with decoupled weight decay, or Muon beside it; settings: the section `optimizer`.
-
-    Weight decay acts on matrices, not on norms and biases. On what an encoding learns it acts
-    only with pos_emb_weight_decay.
-    """
-    decayed, exempt = named_groups(model, encoding_decays=settings.pos_emb_weight_decay)
-    is_muon = settings.optimizer.type == "Muon"
-    turned: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for name, parameter in decayed:
-        is_matrix = name.startswith("layers.") and parameter.dim() == 2
-        is_matrix = is_matrix and not name.endswith(GATES_OF_HEADS)
-        group = turned if is_muon and is_matrix else others
-        group.append(parameter)
+    """Adam with decoupled weight decay, or Muon beside it; settings: the section `optimizer`."""
+    matrices, decayed, exempt = (
+        [parameter for _, parameter in group] for group in named_groups(model, settings)
+    )
     groups = [
-        {"params": others, "weight_decay": settings.weight_decay},
-        {"params": [parameter for _, parameter in exempt], "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": settings.weight_decay},
+        {"params": exempt, "weight_decay": 0.0},
     ]
     adam = settings.optimizer.params
     options: dict[str, Any] = {"lr": adam.lr, "betas": tuple(adam.betas), "eps": adam.eps}
-    if is_muon:
+    if matrices:
         muon = torch.optim.Muon(
-            turned,
+            matrices,
             lr=adam.lr,
             weight_decay=settings.weight_decay,
             momentum=adam.momentum,
@@ -106,63 +89,40 @@ class MuonBesideAdam(torch.optim.Optimizer):
         self.muon, self.adam = muon, adam
 
     def step(self, closure: None = None) -> None:
-        groups = self.param_groups  # others after a checkpoint was loaded, as is the state
-        for part, own in ((self.muon, groups[:1]), (self.adam, groups[1:])):
-            part.param_groups, part.state = own, self.state
+        groups = self.param_groups  # other ones after a checkpoint was loaded, as is the state
+        for part, part_groups in ((self.muon, groups[:1]), (self.adam, groups[1:])):
+            part.param_groups, part.state = part_groups, self.state
             part.step()
 
 
 Named = list[tuple[str, nn.Parameter]]
 
 
-def named_groups(model: nn.Module, *, encoding_decays: bool) -> tuple[Named, Named]:
-    """Parameters with weight decay and those without, in the optimizer's order, with their names.
-
-    encoding_decays: whether weight decay acts on what an encoding learns
+class NamedGroups(NamedTuple):
+    """Parameters with their names, in the optimizer's order: Muon's, and Adam's with weight decay
+    and without.
     """
-    decayed: Named = []
-    exempt: Named = []
+
+    matrices: Named
+    decayed: Named
+    exempt: Named
+
+
+def named_groups(model: nn.Module, settings: Optimizer) -> NamedGroups:
+    """The groups of a model's parameters; settings: the section `optimizer`.
+
+    Weight decay acts on matrices, not on norms and biases. On what an encoding learns it acts
+    only with pos_emb_weight_decay. Muon takes the matrices of the layers.
+    """
+    groups = NamedGroups([], [], [])
+    is_muon = settings.optimizer.type == "Muon"
     for name, parameter in model.named_parameters():
+        # ZeRO 3 leaves an empty parameter, which remembers its shape.
+        dimensions = len(getattr(parameter, "ds_shape", parameter.shape))
+        group = groups.decayed if dimensions >= 2 else groups.exempt
         if name.startswith("positions."):
-            decays = encoding_decays
-        else:
-            # ZeRO 3 leaves an empty parameter, which remembers its shape.
-            decays = len(getattr(parameter, "ds_shape", parameter.shape)) >= 2
-        group = decayed if decays else exempt
+            group = groups.decayed if settings.pos_emb_weight_decay else groups.exempt
+        elif is_muon and dimensions == 2 and re.match(MATRIX, name):
+            group = groups.matrices
         group.append((name, parameter))
-    return decayed, exempt
-
-
-STATE_OF_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""Attributes of DeepSpeed's dynamic loss scale that are no settings."""
-
-
-@contextmanager
-def keeping_settings(engine: Any) -> Iterator[None]:
-    """Let an engine load its state, but no settings: those of its own configuration stay.
-
-    DeepSpeed's files also hold weight decay, betas, eps, clipping and how the loss scale moves.
-    """
-    optimizer = engine.optimizer
-    settings = [{**group} for group in optimizer.param_groups]
-    scaler = getattr(optimizer, "loss_scaler", None)
-    yield
-    for group, kept in zip(optimizer.param_groups, settings, strict=True):
-        del kept["params"]
-        kept.pop("step", None)  # where apex counts
-        group.update(kept)
-    if engine.zero_optimization():
-        optimizer.clip_grad = engine.gradient_clipping()
-    if scaler is not None:
-        continue_scale(scaler, optimizer.loss_scaler)
-        optimizer.loss_scaler = scaler
-
-
-def continue_scale(scaler: Any, loaded: Any) -> None:
-    """Let a dynamic loss scale go on from where a loaded one stands; a fixed one stays."""
-    if not (scaler.dynamic and loaded.dynamic):
-        return
-    for name in STATE_OF_SCALE:
-        setattr(scaler, name, getattr(loaded, name))
-    scaler.cur_scale = max(scaler.cur_scale, scaler.min_scale)
-    scaler.cur_hysteresis = min(scaler.cur_hysteresis, scaler.delayed_shift)
+    return groups

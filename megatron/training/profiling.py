@@ -43,23 +43,23 @@ class Profiling:
         self.records_memory = False
 
     def __enter__(self) -> Self:
-        asked, cuda = self.settings, self.grid.device.type == "cuda"
-        wanted = asked.profile or asked.memory_profiling
-        if not wanted or self.grid.rank not in asked.profile_ranks:
+        settings, cuda = self.settings, self.grid.device.type == "cuda"
+        records = settings.profile or settings.memory_profiling
+        if not records or self.grid.rank not in settings.profile_ranks:
             return self
         if self.first > self.last:
             logger.warning(f"profile: nothing is recorded, as step {self.last} has been")
             return self
-        if asked.memory_profiling and not cuda:
+        if settings.memory_profiling and not cuda:
             logger.warning(
                 "memory_profiling: snapshots exist for CUDA alone - with profile: true the trace"
                 " shows what each operation allocates on the CPU"
             )
         with self._spared():
-            if asked.memory_profiling and cuda:
+            if settings.memory_profiling and cuda:
                 torch.cuda.memory._record_memory_history(max_entries=EVENTS)
                 self.records_memory = True
-            if asked.profile:
+            if settings.profile:
                 before = self.first - 1 - self.done  # steps that are not written
                 warm_up = min(1, before)
                 steps = schedule(
@@ -71,7 +71,7 @@ class Profiling:
                 self.profiler = profile(
                     schedule=steps,
                     record_shapes=True,
-                    profile_memory=asked.memory_profiling,
+                    profile_memory=settings.memory_profiling,
                 )
                 self.profiler.start()
         return self

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,8 +26,8 @@ from megatron.parallel.grid import Grid, shared_faults
 from megatron.positions import Position
 from megatron.positions.outline import Outline
 from megatron.training.batches import windows_per_step
+from megatron.training.resume import give
 from megatron.training.trainer import Trainer
-from megatron.training.universal import give
 
 logger = logging.getLogger(__name__)
 
@@ -44,15 +44,13 @@ MAY_CHANGE = {
 """Keys of the section `model` that neither shape the parent's weights nor what is computed from
 them; the rows of the embedding are the parent's whatever the last one says."""
 NO_TEXT = ("corpus", "path", "weight")  # a corpus may be moved, renamed and weighed anew
-SCHEDULE = (
-    *("min_lr", "lr_decay_style", "lr_decay_iters", "warmup", "lr_schedule"),
-    *("lr_wsd_decay_iters", "lr_wsd_decay_style"),
-)
+SCHEDULE = [
+    key for key in Optimizer.model_fields if key.startswith("lr_") or key in ("min_lr", "warmup")
+]
 """Keys of the section `optimizer` that shape the learning rate, beside optimizer.params.lr."""
 
 
-@dataclass(frozen=True)
-class Saved:
+class Saved(NamedTuple):
     """A verified checkpoint: its folder, configuration and checkpoint.json."""
 
     path: Path
@@ -88,8 +86,8 @@ class Start:
         """Windows that all ranks together have trained; an old record does not say it."""
         if self.before is None:
             return 0
-        of_step = windows_per_step(self.before.config) * self.record.get("ranks", 1)
-        return self.record.get("windows", self.step * of_step)
+        step_windows = windows_per_step(self.before.config) * self.record.get("ranks", 1)
+        return self.record.get("windows", self.step * step_windows)
 
     @property
     def planned(self) -> int:
@@ -97,8 +95,8 @@ class Start:
         if self.before is None or self.before.config.optimizer.lr_decay_style != "wsd":
             return 0
         ranks = self.record.get("data_ranks", self.record.get("ranks", 1))
-        whole = self.before.config.training.train_iters * windows_per_step(self.before.config)
-        return self.record.get("planned", whole * ranks)
+        steps = self.before.config.training.train_iters
+        return self.record.get("planned", steps * windows_per_step(self.before.config) * ranks)
 
     @property
     def parent_model(self) -> str | None:
@@ -121,11 +119,13 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
     path = chosen(str(keys.save)) if has_begun else checkpoint_to_continue(config)
     continues_it = path is not None and path.parent.resolve() == Path(keys.save or "").resolve()
     if existing is not None and not continues_it:
-        of_another = " of another configuration than this fine-tuning" if keys.finetune else ""
-        if keys.load is not None and not keys.finetune:
-            of_another = " of another configuration or load than this"
+        owner = ""
+        if keys.finetune:
+            owner = " of another configuration than this fine-tuning"
+        elif keys.load is not None:
+            owner = " of another configuration or load than this"
         raise UserError(
-            f"save: {keys.save} holds a checkpoint of step {existing} already{of_another} -"
+            f"save: {keys.save} holds a checkpoint of step {existing} already{owner} -"
             f" set load: {keys.save} to continue it, or save elsewhere"
         )
     is_new = path is None
@@ -147,67 +147,77 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
         differences = _differences(_fixed(config.model), _fixed(trained.model))
     else:
         differences = _differences(config.model_keys(), trained.model_keys())
-        others = _differences(config.flat(), trained.flat())
-        if others:
-            logger.info(f"continuing with other settings: {others}")
+        changes = _differences(config.flat(), trained.flat())
+        if changes:
+            logger.info(f"continuing with other settings: {changes}")
     if differences:
         raise UserError(
             f"load: {path} is another model ({differences}) - use its configuration; fine-tuning"
             " changes the encoding, lengths, attention and data alone"
         )
 
-    now, then, rows = facts["tokenizer"], record.get("tokenizer") or {}, record["vocab"]
-    same = then.get("hash", now["hash"]) == now["hash"]  # an old record may not say it
-    if keys.parent.path is not None and same and now["vocab_size"] <= rows:
+    tokenizer, rows = facts["tokenizer"], record["vocab"]
+    learned_with = record.get("tokenizer") or {}
+    # An old record may not name its tokenizer.
+    same = learned_with.get("hash", tokenizer["hash"]) == tokenizer["hash"]
+    if keys.parent.path is not None and same and tokenizer["vocab_size"] <= rows:
         # A fine-tuned model has its parent's rows, whatever make_vocab_size_divisible_by says.
         facts["vocab"] = rows
     if not same or facts["vocab"] != rows:
         raise UserError(
-            f"load: {path} learned with {then.get('type')} {then.get('hash')} ({rows} rows of"
-            f" vocabulary), the data are written by {now['type']} {now['hash']}"
-            f" ({facts['vocab']} rows) - prepare them with that tokenizer"
+            f"load: {path} learned with {learned_with.get('type')} {learned_with.get('hash')}"
+            f" ({rows} rows of vocabulary), the data are written by {tokenizer['type']}"
+            f" {tokenizer['hash']} ({facts['vocab']} rows) - prepare them with that tokenizer"
         )
     if is_new:
         return Start(parent=saved)
 
     # Old records have none or fewer facts, and not every corpus has a card. Another path together
     # with another folder is a choice, which the log names above.
-    for now, then in zip(facts["corpora"], record.get("corpora", ()), strict=False):
-        known = [name for name in now if name not in NO_TEXT and now[name] and then.get(name)]
-        differences = _differences({name: now[name] for name in known}, then)
+    for corpus, earlier in zip(facts["corpora"], record.get("corpora", ()), strict=False):
+        shared = {
+            name: value
+            for name, value in corpus.items()
+            if name not in NO_TEXT and value and earlier.get(name)
+        }
+        differences = _differences(shared, earlier)
         if not differences:
             continue
-        change = f"{path} has another {now['part']} text than {now['path']} ({differences})"
-        if now["part"] != "train":
+        change = f"{path} has another {corpus['part']} text than {corpus['path']} ({differences})"
+        if corpus["part"] != "train":
             logger.warning(f"load: {change}; its losses cannot be compared with earlier ones")
-        elif continues_it or now["path"] == then.get("path"):
+        elif continues_it or corpus["path"] == earlier.get("path"):
             raise UserError(
                 f"load: {change} - give that text, or set finetune: true and save elsewhere for a"
                 " new run on other data from these weights"
             )
 
     # Another number of ranks may change the windows of a step if train_batch_size says so.
-    ranks, windows = record.get("ranks", grid.ranks), record.get("windows_per_step")
-    windows_here = windows_per_step(config) * grid.data_ranks
-    is_meant = config.training.train_batch_size is not None
-    data_ranks = record.get("data_ranks", ranks)
-    others = data_ranks != grid.data_ranks and windows not in (None, windows_here)
-    if others and not is_meant:
+    ranks = record.get("ranks", grid.ranks)
+    windows = windows_per_step(config) * grid.data_ranks
+    earlier_windows = record.get("windows_per_step", windows)
+    if (
+        record.get("data_ranks", ranks) != grid.data_ranks
+        and earlier_windows != windows
+        and config.training.train_batch_size is None
+    ):
         raise UserError(
-            f"load: a step of {path} took {windows} windows on {ranks} rank(s), here it would take"
-            f" {windows_here} on {grid.ranks} - change gradient_accumulation_steps to keep it, or"
-            f" set train_batch_size={windows_here} if that is meant"
+            f"load: a step of {path} took {earlier_windows} windows on {ranks} rank(s), here it"
+            f" would take {windows} on {grid.ranks} - change gradient_accumulation_steps to keep"
+            f" it, or set train_batch_size={windows} if that is meant"
         )
-    unfinished = record["step"] < config.training.train_iters
-    here, there = _state_of(config.optimizer), _state_of(trained.optimizer)
-    holds = None
+    state, needed = (
+        "Muon" if optimizer.optimizer.type == "Muon" else "Adam"
+        for optimizer in (trained.optimizer, config.optimizer)
+    )
+    content = None
     if not engine_files(path, record):
-        holds = "weights only"
-    elif here != there:
-        holds = f"the state of {there}, not of {here}"
-    if unfinished and not keys.no_load_optim and holds is not None:
+        content = "weights only"
+    elif state != needed:
+        content = f"the state of {state}, not of {needed}"
+    if content and record["step"] < config.training.train_iters and not keys.no_load_optim:
         raise UserError(
-            f"{path}: holds {holds}, training cannot continue from it"
+            f"{path}: holds {content}, training cannot continue from it"
             " - finetune=true starts a new run from its weights, no_load_optim=true goes on with a"
             " fresh optimizer"
         )
@@ -229,17 +239,10 @@ def _began_so(config: Config, path: Path) -> bool:
     return record["config_hash"] in config.hashes
 
 
-def _state_of(optimizer: Optimizer) -> str:
-    """Whose averages an optimizer has. Adam's are read by name, Muon's stand in its own order."""
-    if optimizer.optimizer.type != "Muon":
-        return "Adam"
-    return f"Muon with pos_emb_weight_decay: {str(optimizer.pos_emb_weight_decay).lower()}"
-
-
-def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> str:
+def _differences(values: Mapping[str, Any], earlier: Mapping[str, Any]) -> str:
     """`num_layers: 2 there, 3 here; …`, or nothing."""
-    changed = [key for key in now if now[key] != then.get(key)]
-    return "; ".join(f"{key}: {then.get(key)!r} there, {now[key]!r} here" for key in changed)
+    changed = [key for key in values if values[key] != earlier.get(key)]
+    return "; ".join(f"{key}: {earlier.get(key)!r} there, {values[key]!r} here" for key in changed)
 
 
 def _fixed(section: Model) -> dict[str, Any]:
@@ -257,33 +260,37 @@ def _fixed(section: Model) -> dict[str, Any]:
 def with_schedule(config: Config, start: Start) -> Config:
     """The configuration with the schedule of the learning rate that a run follows from its start.
 
+    A run that has begun also goes on with its optimizer: no_load_optim was for its first start.
     Raises UserError if only a changed train_iters would change the schedule: whether the old one
     shall be stretched is asked, because each choice is a different experiment.
     """
-    steps, optimizer = config.training.train_iters, config.optimizer
     if start.before is None:
         return config
-    there = start.before.config.optimizer
+    if start.has_begun:
+        keys = config.checkpoint.model_copy(update={"no_load_optim": False})
+        config = replace(config, checkpoint=keys)
+    steps, optimizer = config.training.train_iters, config.optimizer
+    earlier = start.before.config.optimizer
     if config.checkpoint.use_checkpoint_lr_scheduler:
-        rate = optimizer.optimizer.params.model_copy(update={"lr": there.lr})
-        update: dict[str, Any] = {key: getattr(there, key) for key in SCHEDULE}
+        rate = optimizer.optimizer.params.model_copy(update={"lr": earlier.lr})
+        update: dict[str, Any] = {key: getattr(earlier, key) for key in SCHEDULE}
         update["optimizer"] = optimizer.optimizer.model_copy(update={"params": rate})
         return replace(config, optimizer=optimizer.model_copy(update=update))
-    if start.step >= steps:
-        return config
-    now, then = optimizer.lr_decay_iters, there.lr_decay_iters
-    is_meant = "lr_decay_iters" in config.chosen or config.checkpoint.override_lr_scheduler
+    decay, earlier_decay = optimizer.lr_decay_iters, earlier.lr_decay_iters
     # A decay branches from the stable part, or that becomes longer: the rate makes no jump.
-    of_wsd = [one.lr_decay_style == "wsd" for one in (optimizer, there)]
-    stable = [one.lr_decay_iters - one.lr_wsd_decay_iters for one in (optimizer, there)]
-    is_meant = is_meant or (all(of_wsd) and start.step <= min(stable))
-    if now != then and not is_meant:
+    is_stable = all(
+        schedule.lr_decay_style == "wsd"
+        and start.step <= schedule.lr_decay_iters - schedule.lr_wsd_decay_iters
+        for schedule in (optimizer, earlier)
+    )
+    is_meant = "lr_decay_iters" in config.chosen or config.checkpoint.override_lr_scheduler
+    if start.step < steps and decay != earlier_decay and not (is_meant or is_stable):
         raise UserError(
-            f"lr_decay_iters: follows train_iters = {steps} and was {then} when step {start.step}"
-            " was trained, so the learning rate would change in the middle of the run - say which"
-            f" is meant: lr_decay_iters={then} keeps the old schedule, and the rate stays at its"
-            f" end from there on; lr_decay_iters={now} or override_lr_scheduler=true stretches the"
-            f" schedule over {now} steps"
+            f"lr_decay_iters: follows train_iters = {steps} and was {earlier_decay} when step"
+            f" {start.step} was trained, so the learning rate would change in the middle of the run"
+            f" - say which is meant: lr_decay_iters={earlier_decay} keeps the old schedule, and the"
+            f" rate stays at its end from there on; lr_decay_iters={decay} or"
+            f" override_lr_scheduler=true stretches the schedule over {decay} steps"
         )
     return config
 
@@ -295,7 +302,7 @@ def with_schedule(config: Config, start: Start) -> Config:
 class ParentWeights:
     """Where the numbers of a new model come from.
 
-    file: the parent's weights; initial: the encoding's own first values
+    file: the parent's weights; initial: first values of the model's encoding
     sources: the parent's name of every tensor that is taken; rows: how many of its first rows, of
     tensors of the encoding
     """
@@ -304,6 +311,21 @@ class ParentWeights:
     initial: dict[str, Tensor] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
+
+    def load(self, trainer: Trainer) -> None:
+        """Let a new engine start from them. Every rank calls this."""
+        with safe_open(self.file, framework="pt") as weights:
+
+            def weight(name: str) -> Tensor:
+                if name not in self.sources:
+                    return self.initial[name]
+                taken = weights.get_tensor(self.sources[name])
+                if name not in self.initial:
+                    return taken
+                rows = self.rows[name]
+                return torch.cat([taken[:rows], self.initial[name][rows:]])
+
+            give(trainer, weight)
 
 
 def match_weights(start: Start, model: GPT) -> ParentWeights | None:
@@ -323,72 +345,54 @@ def match_weights(start: Start, model: GPT) -> ParentWeights | None:
     except (OSError, SafetensorError) as fault:
         raise Damaged([f"{file}: cannot be read ({fault})"]) from None
     with torch.random.fork_rng(devices=[]), Outline():
-        positions, layers_there = positions_from_config(parent.config)
-    kinds_there = [_kinds_of(position) for position in positions]
-    kinds_here = [_kinds_of(placed.position) for placed in model.placed]
-    places = set(zip(layers_there, model.position_of_layer, strict=True))
+        positions, old_places = positions_from_config(parent.config)
+    old_kinds = [_kinds_of_tensors(position) for position in positions]
+    kinds = [_kinds_of_tensors(placed.position) for placed in model.placed]
+    places = set(zip(old_places, model.position_of_layer, strict=True))
 
-    found = ParentWeights(file)
+    matches = ParentWeights(file)
     outside: dict[str, list[int]] = {}
     new: list[str] = []
     for name, weight in model.named_parameters():
         shape = list(weight.shape)
         if not name.startswith("positions."):
             outside[name] = shape
-            found.sources[name] = name
+            matches.sources[name] = name
             continue
-        found.initial[name] = weight.detach().clone()
+        matches.initial[name] = weight.detach().clone()
         _, index, rest = name.split(".", 2)
-        there = [old_place for old_place, place in places if place == int(index)]
-        source = f"positions.{there[0]}.{rest}"
-        kind = kinds_here[int(index)].get(rest)
-        if len(there) == 1 and kind is not None and kinds_there[there[0]].get(rest) == kind:
+        candidates = [old_place for old_place, place in places if place == int(index)]
+        kind = kinds[int(index)].get(rest)
+        if len(candidates) == 1 and kind and old_kinds[candidates[0]].get(rest) == kind:
+            source = f"positions.{candidates[0]}.{rest}"
             _, by_position = kind
             same_rows = by_position or old[source][0] == shape[0]
             if same_rows and old[source][1:] == shape[1:]:
-                found.sources[name] = source
-                found.rows[name] = min(old[source][0], shape[0])
-        if found.rows.get(name) != shape[0]:
+                matches.sources[name] = source
+                matches.rows[name] = min(old[source][0], shape[0])
+        if matches.rows.get(name) != shape[0]:
             new.append(name)
     if outside != {name: old[name] for name in old if not name.startswith("positions.")}:
         raise UserError(f"{file}: does not hold the model of its config.yml - copy it again")
 
-    dropped = old.keys() - found.sources.values()
-    kept, lost, fresh = (
-        ", ".join(sorted(names)) or "nothing" for names in (found.rows, dropped, new)
+    dropped = old.keys() - matches.sources.values()
+    kept_names, dropped_names, new_names = (
+        ", ".join(sorted(names)) or "nothing" for names in (matches.rows, dropped, new)
     )
     logger.info(
         f"fine-tuning {parent.path} ({start.parent_model}):\n"
-        f"  kept outside the encoding: all weights\n  kept in the encoding: {kept}\n"
-        f"  dropped: {lost}\n  new: {fresh}"
+        f"  kept outside the encoding: all weights\n  kept in the encoding: {kept_names}\n"
+        f"  dropped: {dropped_names}\n  new: {new_names}"
     )
-    return found
+    return matches
 
 
-def load_matching_weights(trainer: Trainer, found: ParentWeights) -> None:
-    """Let a new engine start from its parent's weights. Every rank calls this."""
-    with safe_open(found.file, framework="pt") as weights:
-
-        def weight(name: str) -> Tensor:
-            if name not in found.sources:
-                return found.initial[name]
-            taken = weights.get_tensor(found.sources[name])
-            if name not in found.initial:
-                return taken
-            rows = found.rows[name]
-            return torch.cat([taken[:rows], found.initial[name][rows:]])
-
-        give(trainer, weight)
-    trainer.restore_exact_positions()
-
-
-def _kinds_of(position: Position) -> dict[str, tuple[str, bool]]:
-    """Of each tensor of an encoding: its kind of module, and whether its rows are positions."""
+def _kinds_of_tensors(position: Position) -> dict[str, tuple[str, bool]]:
+    """The kind of module of each tensor of an encoding, and whether its rows are positions."""
     paths = {id(module): path for path, module in position.named_modules()}
     kinds = {}
     for owner, name, _ in position.own_parameters():
         path = paths[id(owner)]
-        whole = f"{path}.{name}" if path else name
         by_position = isinstance(owner, Position) and name in owner.rows_are_positions
-        kinds[whole] = (type(owner).__qualname__, by_position)
+        kinds[f"{path}.{name}".lstrip(".")] = (type(owner).__qualname__, by_position)
     return kinds

@@ -50,7 +50,7 @@ class Stop:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
-    def wanted(self, step: int = 0) -> bool:
+    def due(self, step: int = 0) -> bool:
         """Whether any rank has a reason to stop; `reason` says it.
 
         step: the one that has ended, 0 within a validation
@@ -67,27 +67,27 @@ class Stop:
         alone = self.grid.ranks == 1
         if self.ticks < self.next_tick and not (alone and self.signal):
             return False
-        now = time.monotonic()
-        seconds = (now - self.moment) / (self.ticks - self.last_tick)
-        own = None  # plain data, because ranks exchange it
+        moment = time.monotonic()
+        seconds = (moment - self.moment) / (self.ticks - self.last_tick)
+        reason = None  # plain data, because ranks exchange it
         if self.signal:
-            own = signal.Signals(self.signal).name, 128 + self.signal
+            reason = signal.Signals(self.signal).name, 128 + self.signal
         elif self.minutes is not None and time.time() - self.started > 60 * self.minutes:
-            own = f"exit_duration: {self.minutes:g}", 0
-        everyone = self.grid.gather((own, seconds))
-        slowest = max(seconds for _, seconds in everyone)
+            reason = f"exit_duration: {self.minutes:g}", 0
+        answers = self.grid.gather((reason, seconds))
+        slowest = max(seconds for _, seconds in answers)
         self.next_tick = self.ticks + min(MOST, max(1, int(APART / max(slowest, 1e-6))))
-        self.last_tick, self.moment = self.ticks, now
-        self.reason = next((reason for reason, _ in everyone if reason is not None), None)
+        self.last_tick, self.moment = self.ticks, moment
+        self.reason = next((reason for reason, _ in answers if reason is not None), None)
         return self.reason is not None
 
     def _record(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
+        moment = time.monotonic()
         name = signal.Signals(number).name
         if not self.signal:
-            self.signal, self.signalled_at = number, now
+            self.signal, self.signalled_at = number, moment
             logger.warning("%s: stopping after this step", name)
         elif number != signal.SIGINT:
             logger.warning("%s: already stopping; ctrl-C or SIGKILL ends without saving", name)
-        elif now - self.signalled_at > ONE_SIGNAL:
+        elif moment - self.signalled_at > ONE_SIGNAL:
             raise KeyboardInterrupt

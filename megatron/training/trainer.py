@@ -4,10 +4,10 @@ import gc
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from megatron.parallel.context import context_of
 from megatron.parallel.grid import Grid
 from megatron.parallel.tensor import Shares, TensorRanks
 from megatron.positions import Position
-from megatron.training.noise_scale import NoiseScale, own_gradients
+from megatron.training.noise_scale import NoiseScale, gradient_parts
 from megatron.training.optimizer import build_optimizer, learning_rate
 
 SMALL = 4096
@@ -32,10 +32,24 @@ DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 """Read when CUDA and NCCL start; a value that the user gives stays."""
 
 
+class StepResult(NamedTuple):
+    """Numbers of a step. loss: the mean over this rank's micro batches, []
+
+    grad_norm: of the whole gradient before clipping
+    skipped: whether nothing changed on any rank, because the loss or the gradient of some rank is
+    not finite and skip_nonfinite allows it. A loss scale of fp16 that is too large does not count
+    """
+
+    loss: Tensor
+    lr: float
+    grad_norm: Tensor | float | None
+    skipped: bool
+
+
 class Trainer:
     """A model in the DeepSpeed engine, and the step it stands at.
 
-    noise: where the gradients of every step are given to, or None
+    noise: measures the gradients of every step, or None
     """
 
     def __init__(self, config: Config, model: GPT, grid: Grid) -> None:
@@ -45,7 +59,6 @@ class Trainer:
         self.step = 0
         self.skips = config.training.skip_nonfinite > 0
         self.noise: NoiseScale | None = None
-        self.norm: Tensor | float | None = None
         self.context = context_of(grid, config.parallel.cp_comm_type)
         model.context = self.context
         model.to(grid.device)
@@ -74,20 +87,72 @@ class Trainer:
     def model(self) -> GPT:
         return cast(GPT, self.engine.module)
 
-    def begin_step(self) -> float:
-        """Set the step's learning rate, which is returned, and its seed.
+    def train_step(self, micro_batches: Sequence[Tensor]) -> StepResult:
+        """One optimizer step over gradient_accumulation_steps batches [micro_batch, length + 1].
 
-        The seed follows from configuration, step and rank alone: a resumed run draws the same.
-        Ranks that share layers draw the same.
+        Its seed follows from configuration, step and rank alone: a resumed run draws the same, and
+        so do ranks that share layers.
+        Raises UserError if fp16 has no smaller loss scale.
         """
-        self.engine.train()
-        seed = self.config.training.seed * 1_000_003 + self.step
-        drawing, own = self.grid.ranks // self.tensor.ranks, self.grid.rank // self.tensor.ranks
-        torch.manual_seed(seed * drawing + own)
-        lr = learning_rate(self.step, self.config.optimizer)
-        for group in self.engine.optimizer.param_groups:
+        engine, optimizer, config = self.engine, self.engine.optimizer, self.config
+        engine.train()
+        seed = config.training.seed * 1_000_003 + self.step
+        sharing = self.tensor.ranks
+        torch.manual_seed(seed * (self.grid.ranks // sharing) + self.grid.rank // sharing)
+        lr = learning_rate(self.step, config.optimizer)
+        for group in optimizer.param_groups:
             group["lr"] = lr
-        return lr
+
+        total = torch.zeros((), device=self.grid.device)
+        for batch in micro_batches:
+            loss = self.losses(batch, mean=True)
+            total += loss.detach() / len(micro_batches)
+            if self.skips:
+                # An infinite loss may have finite gradients. NaN reaches every rank with them, so
+                # all ranks skip without another exchange.
+                loss = loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
+            engine.backward(loss)
+            if not engine.is_gradient_accumulation_boundary():
+                engine.step()
+
+        norm = None  # of the whole gradient before clipping
+        skipped = False
+        if not engine.zero_optimization():
+            norm = self.tensor.gradient_norm(self.model)
+            skipped = self.skips and not norm.isfinite()
+        if self.noise is not None:
+            self.noise.add(gradient_parts(self.tensor.counted_once(self.model), self.grid))
+        groups = [dict(group) for group in optimizer.param_groups]
+        hook = None
+        if skipped:
+            # The optimizer finds no gradients. Not earlier: DeepSpeed's clipping needs them.
+            hook = optimizer.register_step_pre_hook(lambda *_: engine.zero_grad())
+        try:
+            engine.step()
+        except Exception as fault:  # DeepSpeed raises no narrower kind
+            if SMALLEST_SCALE not in str(fault):
+                raise
+            raise UserError(
+                f"fp16: the gradient at step {self.step + 1} is not finite at the smallest loss"
+                " scale - lower optimizer.params.lr, raise warmup, or use precision: bf16"
+            ) from None
+        if hook is not None:
+            hook.remove()
+            for group, values in zip(optimizer.param_groups, groups, strict=True):
+                group.update(values)  # apex counts its steps here
+        self.step += 1
+
+        small = getattr(optimizer, "persistent_parameters", [])
+        if small and optimizer.overflow:
+            small[0].all_gather(small)  # ZeRO 3 itself does so only after a step it takes
+        self.restore_exact_positions()
+        if norm is None:
+            norm = engine.get_global_grad_norm()
+            skipped = self.skips and optimizer.overflow
+        if skipped and config.precision.dtype == "fp16":
+            # Not for a loss scale that is too large.
+            skipped = not self.grid.mean(total).isfinite().item()
+        return StepResult(total, lr, norm, bool(skipped))
 
     def losses(self, batch: Tensor, *, mean: bool = False) -> Tensor:
         """Cross entropy of each next token in float32, or with `mean` their mean, [].
@@ -104,8 +169,8 @@ class Trainer:
             return self.engine(inputs, labels=labels)
         loss = self.engine(inputs, labels=labels, mean=True, counted=counted)
         if self.context is not None and counted is not None:
-            of_part = counted[:, self.context.part(counted.shape[1])]
-            share = of_part.sum() / counted.sum().clamp(min=1)
+            part = counted[:, self.context.part(counted.shape[1])]
+            share = part.sum() / counted.sum().clamp(min=1)
             loss = loss * share * self.context.ranks
         return loss
 
@@ -124,69 +189,6 @@ class Trainer:
         if not self.config.training.eod_mask_loss:
             return batch, None
         return batch, batch[:, :-1] != self.model.end_of_document
-
-    def backward(self, loss: Tensor) -> None:
-        """Gradients of one micro batch. With skip_nonfinite those of a loss that is not finite are
-        NaN: an infinite loss may have finite ones, and a NaN reaches every rank with them, so all
-        of them skip without another exchange.
-        """
-        if self.skips:
-            loss = loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
-        self.engine.backward(loss)
-
-    def update(self) -> None:
-        """The engine's step, which changes weights after the last micro batch.
-
-        Raises UserError if fp16 has no smaller loss scale.
-        """
-        unscaled = None  # the norm of the whole gradient before clipping, without ZeRO
-        if self.engine.is_gradient_accumulation_boundary():
-            if not self.engine.zero_optimization():
-                unscaled = self.tensor.gradient_norm(self.model)
-            if self.noise is not None:
-                parameters = self.tensor.counted_once(self.model)
-                self.noise.add(own_gradients(parameters, self.grid))
-        self.norm = unscaled
-        hook = None
-        optimizer = self.engine.optimizer
-        before = [dict(group) for group in optimizer.param_groups]
-        if self.skips and unscaled is not None and not unscaled.isfinite():
-            # The optimizer finds no gradients. Not earlier: DeepSpeed's clipping needs them.
-            hook = optimizer.register_step_pre_hook(lambda *_: self.engine.zero_grad())
-        try:
-            self.engine.step()
-        except Exception as fault:  # DeepSpeed raises no narrower kind
-            if SMALLEST_SCALE not in str(fault):
-                raise
-            raise UserError(
-                f"fp16: the gradient at step {self.step + 1} is not finite at the smallest loss"
-                " scale - lower optimizer.params.lr, raise warmup, or use precision: bf16"
-            ) from None
-        if hook is not None:
-            hook.remove()
-            for group, values in zip(optimizer.param_groups, before, strict=True):
-                group.update(values)  # apex counts its steps here
-
-    def end_step(self, loss: Tensor) -> tuple[Tensor | float | None, bool]:
-        """The norm of the gradient, and whether the step was skipped by all ranks.
-
-        It is skipped for the loss or the gradient of any rank, not for the loss scale of fp16.
-        """
-        self.step += 1
-        optimizer = self.engine.optimizer
-        small = getattr(optimizer, "persistent_parameters", [])
-        if small and optimizer.overflow:
-            small[0].all_gather(small)  # ZeRO 3 itself does so only after a step it takes
-        self.restore_exact_positions()
-        norm = self.engine.get_global_grad_norm() if self.norm is None else self.norm
-        if not self.skips:
-            return norm, False
-        if not self.engine.zero_optimization():
-            return norm, not cast(Tensor, norm).isfinite().item()
-        skipped = optimizer.overflow
-        if skipped and self.config.precision.dtype == "fp16":
-            skipped = not self.grid.mean(loss).isfinite().item()
-        return norm, skipped
 
     @torch.no_grad()
     def validate(

@@ -24,7 +24,7 @@ class Slanted(DistanceBias):
         return (-distance.float() / 4).expand(self.shape.heads, -1)
 """
 KINDS = {
-    "fp32": ["pos_emb=slanted", "pos_emb_file={here}/slanted.py"],
+    "fp32": ["pos_emb=slanted", "pos_emb_file={folder}/slanted.py"],
     "bf16": ["precision=bf16"],
     "zero1": ["zero_optimization.stage=1"],
     "zero2": ["zero_optimization.stage=2"],
@@ -48,9 +48,9 @@ class Outcome:
 
 
 @contextmanager
-def own_encoding(here: Path) -> Iterator[None]:
+def own_encoding(folder: Path) -> Iterator[None]:
     """The file of an encoding of the user's own in a folder; forgotten after the block."""
-    (here / "slanted.py").write_text(OWN)
+    (folder / "slanted.py").write_text(OWN)
     try:
         yield
     finally:
@@ -58,31 +58,31 @@ def own_encoding(here: Path) -> Iterator[None]:
         FILES.clear()
 
 
-def words(corpus: Path, here: Path, kind: str, *more: str) -> list[str]:
-    """Settings of a run in {here}/run with checkpoints of steps 1 and 2."""
-    own = [word.format(here=here) for word in KINDS[kind]]
-    paths = [f"data_path={corpus}", f"save={here}/run", f"load={here}/run"]
-    return tiny(*SMALL, *paths, "train_iters=2", "save_interval=1", *own, *more)
+def words(corpus: Path, folder: Path, kind: str, *more: str) -> list[str]:
+    """Settings of a run in {folder}/run with checkpoints of steps 1 and 2."""
+    kind_words = [word.format(folder=folder) for word in KINDS[kind]]
+    paths = [f"data_path={corpus}", f"save={folder}/run", f"load={folder}/run"]
+    return tiny(*SMALL, *paths, "train_iters=2", "save_interval=1", *kind_words, *more)
 
 
-def settings(corpus: Path, here: Path, kind: str, *more: str) -> Config:
+def settings(corpus: Path, folder: Path, kind: str, *more: str) -> Config:
     """The configuration of `words`."""
-    return load([], words(corpus, here, kind, *more))
+    return load([], words(corpus, folder, kind, *more))
 
 
-def found_by_use(corpus: Path, here: Path, kind: str, grid: Grid, *more: str) -> list[Outcome]:
+def found_by_use(corpus: Path, folder: Path, kind: str, grid: Grid, *more: str) -> list[Outcome]:
     """Damage each file of the checkpoint of step 2 of a run in every way, resume and evaluate it.
 
     more: settings of the resumed run
     """
-    run = here / "run"
-    config = settings(corpus, here, kind, "train_iters=3", "lr_decay_iters=3", *more)
+    run = folder / "run"
+    config = settings(corpus, folder, kind, "train_iters=3", "lr_decay_iters=3", *more)
     uses = {
         "resume": lambda: train(config, grid),
         "evaluation": lambda: load_for_evaluation(run),
     }
     load_for_evaluation(run)  # undamaged it can be used
-    found = []
+    outcomes = []
     for file in sorted((run / "global_step2").iterdir()):
         content = file.read_bytes()
         counterpart = run / "global_step1" / file.name
@@ -97,8 +97,8 @@ def found_by_use(corpus: Path, here: Path, kind: str, grid: Grid, *more: str) ->
                     except UserError as fault:
                         message = str(fault)
                         named = f"{file.parent.name}/{file.name}" in message
-                    found.append(Outcome(use, file.name, damage, message, named))
-    return found
+                    outcomes.append(Outcome(use, file.name, damage, message, named))
+    return outcomes
 
 
 def damages(content: bytes, counterpart: Path) -> dict[str, bytes | None]:
@@ -107,14 +107,14 @@ def damages(content: bytes, counterpart: Path) -> dict[str, bytes | None]:
     flipped = bytearray(content)
     if content:
         flipped[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
-    found = {
+    contents = {
         "truncated": content[: len(content) // 2],
         "flipped": bytes(flipped),
         "emptied": b"",
         "deleted": None,
         "replaced": counterpart.read_bytes() if counterpart.exists() else content,
     }
-    return {name: damaged for name, damaged in found.items() if damaged != content}
+    return {name: damaged for name, damaged in contents.items() if damaged != content}
 
 
 @contextmanager

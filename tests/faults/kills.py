@@ -70,21 +70,21 @@ def check_kills(forks: Forks, command: Command, folder: Path, *, kills: int, see
     expected, parts = command.result(whole), command.parts(whole)
 
     while kills > 0:
-        here = folder / "chain"
+        run = folder / "chain"
         done = False
         while not done:
-            pids = _start(forks, command, here)
-            if kills > 0 and _moment_comes(forks, command, pids, here, seconds, chance):
-                _kill(forks, command, pids, here, chance)
+            pids = _start(forks, command, run)
+            if kills > 0 and _moment_comes(forks, command, pids, run, seconds, chance):
+                _kill(forks, command, pids, run, chance)
                 kills -= 1
             else:
                 statuses = [forks.wait(pid) for pid in pids]
-                assert not any(statuses), _log(here).read_text()
+                assert not any(statuses), _log(run).read_text()
                 done = True
-            for name, digest in command.parts(here).items():
+            for name, digest in command.parts(run).items():
                 assert digest == parts[name], f"{name}: not as in the undisturbed run"
-        assert (command.result(here), command.parts(here)) == (expected, parts)
-        shutil.rmtree(here)
+        assert (command.result(run), command.parts(run)) == (expected, parts)
+        shutil.rmtree(run)
 
 
 def _start(forks: Forks, command: Command, folder: Path) -> list[int]:
@@ -172,13 +172,13 @@ def trainings(corpus: Path) -> list[Command]:
 def evaluation(checkpoint: Path) -> Command:
     """The command that measures a checkpoint at three lengths, and its rows."""
 
-    def words(here: Path) -> list[str]:
-        lengths = ["--lengths", "64", "256", "1024", "--output", str(here / "rows.jsonl")]
+    def words(folder: Path) -> list[str]:
+        lengths = ["--lengths", "64", "256", "1024", "--output", str(folder / "rows.jsonl")]
         tokens = ["eval_tokens=16384", "eval_batch_tokens=1024"]
         return ["evaluate.py", "--checkpoint", str(checkpoint), *lengths, *tokens]
 
-    def result(here: Path) -> list[dict[str, Any]]:
-        rows = [json.loads(line) for line in (here / "rows.jsonl").read_text().splitlines()]
+    def result(folder: Path) -> list[dict[str, Any]]:
+        rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
         return [{key: row[key] for key in row if key not in CLOCK} for row in rows]
 
     return Command(words, result)
@@ -187,14 +187,14 @@ def evaluation(checkpoint: Path) -> Command:
 def preparation(texts: Path) -> Command:
     """The command that writes token files of a folder of texts, and their bytes."""
 
-    def words(here: Path) -> list[str]:
+    def words(folder: Path) -> list[str]:
         # A run that was killed after its work finds its corpus, which is no fault.
         tokenizer = ["--vocab-size", "1024", "--overwrite"]
-        places = ["--input", str(texts), "--name", "t", "-d", str(here)]
+        places = ["--input", str(texts), "--name", "t", "-d", str(folder)]
         return ["prepare_data.py", *places, *tokenizer]
 
-    def result(here: Path) -> list[bytes]:
-        prefix = here / "t" / "t_text_document"
+    def result(folder: Path) -> list[bytes]:
+        prefix = folder / "t" / "t_text_document"
         return [Path(f"{prefix}{suffix}").read_bytes() for suffix in (".bin", ".idx")]
 
     return Command(words, result)

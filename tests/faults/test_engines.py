@@ -61,6 +61,8 @@ def test_damage_to_a_checkpoint_of_two_ranks_is_named(forks, corpus, tmp_path):
         words = damage.words(corpus, tmp_path, "zero2")
         run(forks, 2, tmp_path / "log", words)
         batch = "train_micro_batch_size_per_gpu=8"
-        found = damage.found_by_use(corpus, tmp_path, "zero2", connect(), batch)
-    assert len(found) > 20
-    assert all(one.named for one in found), [one for one in found if not one.named]
+        outcomes = damage.found_by_use(corpus, tmp_path, "zero2", connect(), batch)
+    assert len(outcomes) > 20
+    assert all(outcome.named for outcome in outcomes), [
+        outcome for outcome in outcomes if not outcome.named
+    ]

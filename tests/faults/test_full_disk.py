@@ -33,18 +33,18 @@ def test_a_run_whose_checkpoint_does_not_fit_ends_with_the_one_before(corpus, tm
             "whole": "Traceback" not in done.stderr,
         }
 
-    found = on_small_disk(tmp_path, 3 * 1024, trained)
-    assert found["whole"], found
-    assert found["status"] == 1
-    step = int(found["latest"].removeprefix("global_step"))
+    ending = on_small_disk(tmp_path, 3 * 1024, trained)
+    assert ending["whole"], ending
+    assert ending["status"] == 1
+    step = int(ending["latest"].removeprefix("global_step"))
     assert step >= 1
-    steps = [name for name in found["files"] if name.startswith("global_step")]
+    steps = [name for name in ending["files"] if name.startswith("global_step")]
     assert len(steps) == step
-    assert set(found["files"]) == {*steps, "latest"}
-    assert found["message"].startswith(
+    assert set(ending["files"]) == {*steps, "latest"}
+    assert ending["message"].startswith(
         f"save: {tmp_path}/partial_step{step + 1} cannot be written ("
     )
-    assert found["message"].endswith(
+    assert ending["message"].endswith(
         f" - make room or save elsewhere; {tmp_path}/global_step{step} stays"
     )
 
@@ -69,8 +69,8 @@ def test_a_command_names_the_file_that_a_disk_refused_and_keeps_the_old_one(
         done = call("tools/compare.py", rows, "-o", path)
         return [done.returncode, done.stderr, path.read_text(), len(list(tmp_path.iterdir()))]
 
-    status, message, kept, _ = on_small_disk(tmp_path, 64, compared)
-    assert (status, kept) == (1, MARKED)
+    status, message, content, _ = on_small_disk(tmp_path, 64, compared)
+    assert (status, content) == (1, MARKED)
     assert json.dumps(message).count("Traceback") == 0
     assert reason in message
     assert str(path.parent) in message

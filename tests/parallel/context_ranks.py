@@ -18,7 +18,6 @@ from megatron.model import GPT, from_config
 from megatron.parallel.context import context_of
 from megatron.parallel.grid import connect
 from megatron.positions import REGISTRY
-from megatron.training.loop import train_step
 from megatron.training.trainer import Trainer
 from tests.encodings import SAMPLE
 from tests.parallel import tensor_ranks
@@ -80,14 +79,14 @@ def cases() -> Iterator[tuple[str, list[str]]]:
     yield from OPTIONS.items()
 
 
-def compare_models(grid, found: dict) -> None:
+def compare_models(grid, results: dict) -> None:
     contexts = {kind: context_of(grid, kind) for kind in ("a2a", "all_gather")}
     ids = text(2)
     for case, words in cases():
         try:
             load([], [*SHAPE, *words, "context_parallel_size=2"])
         except UserError as fault:
-            found["refused"][case] = str(fault)
+            results["refused"][case] = str(fault)
             continue
         alone = model_of(words)
         # A mean over the text: parts have as many targets each.
@@ -103,14 +102,14 @@ def compare_models(grid, found: dict) -> None:
                 assert (ours.grad is None) == (theirs.grad is None)
                 if theirs.grad is not None:
                     differences.append(gap(grid.mean(ours.grad), theirs.grad))
-            found["models"][f"{case}, {kind}"] = max(differences)
+            results["models"][f"{case}, {kind}"] = max(differences)
 
 
-def compare_engines(grid, found: dict) -> None:
+def compare_engines(grid, results: dict) -> None:
     """Losses and norms of three steps at each ZeRO stage."""
     for name, kind, stage in ENGINES:
         words = [f"zero_optimization.stage={stage}", f"cp_comm_type={kind}"]
-        found["engines"][f"{name}, {kind}, stage {stage}"] = steps(
+        results["engines"][f"{name}, {kind}, stage {stage}"] = steps(
             grid, [f"pos_emb={name}", "context_parallel_size=2", *words]
         )
 
@@ -124,7 +123,7 @@ def shared(name: str) -> bool:
     return True
 
 
-def compare_stages(grid, found: dict, *, everything: bool) -> None:
+def compare_stages(grid, results: dict, *, everything: bool) -> None:
     """Losses, norms and gradients of steps with clipping, beside torch alone.
 
     everything: every encoding with each exchange at each stage; else one of them for each signature
@@ -137,7 +136,7 @@ def compare_stages(grid, found: dict, *, everything: bool) -> None:
             words += [*of_encoding(name), "context_parallel_size=2"]
             config = load([], [*tensor_ranks.SHAPE, *words])
             differences = tensor_ranks.compare(grid, config)
-            found["stages"][f"{name}, {kind}, stage {stage}"] = differences
+            results["stages"][f"{name}, {kind}, stage {stage}"] = differences
 
 
 def steps(grid, words: list[str]) -> list[float]:
@@ -146,8 +145,8 @@ def steps(grid, words: list[str]) -> list[float]:
     run = Trainer(load([], [*SHAPE, *words]), model_of(words), grid)
     numbers = []
     for step in range(3):
-        result = train_step(run, [text(2, seed=step)])
-        numbers += [grid.mean(result["loss"]).item(), float(result["grad_norm"])]
+        result = run.train_step([text(2, seed=step)])
+        numbers += [grid.mean(result.loss).item(), float(result.grad_norm)]
     numbers.append(run.validate(iter([text(2, seed=9)]), 1))
     run.engine.destroy()
     return numbers
@@ -156,11 +155,11 @@ def steps(grid, words: list[str]) -> list[float]:
 if __name__ == "__main__":
     grid = connect().sharing(2)
     torch.set_num_threads(1)
-    found: dict = {"refused": {}, "models": {}, "engines": {}, "stages": {}}
+    results: dict = {"refused": {}, "models": {}, "engines": {}, "stages": {}}
     everything = "stages" in sys.argv
-    compare_stages(grid, found, everything=everything)
+    compare_stages(grid, results, everything=everything)
     if not everything:
-        compare_models(grid, found)
-        compare_engines(grid, found)
+        compare_models(grid, results)
+        compare_engines(grid, results)
     if grid.first:
-        Path(sys.argv[1]).write_text(json.dumps(found))
+        Path(sys.argv[1]).write_text(json.dumps(results))

@@ -20,23 +20,23 @@ SHARED = ["context_parallel_size=2"]
 
 def results(cases: dict[str, list[str]], *more: str) -> dict[str, list[dict] | str]:
     """What evaluate.py finds for the words of each case."""
-    found: dict[str, list[dict] | str] = {}
+    answers: dict[str, list[dict] | str] = {}
     for name, words in cases.items():
         parser = command_parser("")
         parser.add_argument("words", nargs="*")
         add_all_options(parser)
-        given = parser.parse_intermixed_args(settings_first([*words, *more]))
+        options = parser.parse_intermixed_args(settings_first([*words, *more]))
         try:
-            config = load_configuration([], given.words, given, "evaluate", needed=False)
-            [rows] = evaluate(config, Options.of(given)).rows.values()
-            found[name] = [dict(row) for row in rows]
+            config = load_configuration([], options.words, options, "evaluate", needed=False)
+            [rows] = evaluate(config, Options.of(options)).rows.values()
+            answers[name] = [dict(row) for row in rows]
         except UserError as fault:
-            found[name] = str(fault)
-    return found
+            answers[name] = str(fault)
+    return answers
 
 
 if __name__ == "__main__":
     with left_at_the_end():
-        found = results(json.loads(sys.argv[2]), *SHARED)
+        answers = results(json.loads(sys.argv[2]), *SHARED)
         if here().first:
-            Path(sys.argv[1]).write_text(json.dumps(found))
+            Path(sys.argv[1]).write_text(json.dumps(answers))

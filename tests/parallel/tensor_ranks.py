@@ -17,8 +17,8 @@ from megatron.errors import UserError
 from megatron.model import GPT, from_config
 from megatron.parallel.grid import Grid, connect
 from megatron.training.checkpoint import full_weights
-from megatron.training.loop import train, train_step
-from megatron.training.noise_scale import own_gradients
+from megatron.training.loop import train
+from megatron.training.noise_scale import gradient_parts
 from megatron.training.optimizer import build_optimizer, learning_rate
 from megatron.training.trainer import Trainer
 from tests.encodings import SAMPLE
@@ -112,32 +112,30 @@ def compare(grid: Grid, config: Config) -> dict[str, float]:
 
     expected, gradients = alone(config, grid.data_ranks)
     run = Trainer(config, model_of(config), grid)
-    own = slice(grid.data_rank * MICRO, (grid.data_rank + 1) * MICRO)
+    rows = slice(grid.data_rank * MICRO, (grid.data_rank + 1) * MICRO)
     numbers, differences = [], {}
+    engine_step = run.engine.step
+
+    def step_after_comparing() -> None:
+        """The engine's first step, before which its gradients are compared."""
+        run.engine.step = engine_step
+        for name, parameter in run.model.named_parameters():
+            part = parameter.grad
+            if config.parallel.zero_stage:
+                part = safe_get_full_grad(parameter)
+            whole = run.tensor.whole(name, part.detach())
+            differences[name] = gap(whole, gradients[name])
+        square = torch.zeros((), dtype=torch.float64)
+        for part in gradient_parts(run.tensor.counted_once(run.model), grid):
+            square += part.double().square().sum()
+        norm = grid.sum(square).sqrt().item()
+        differences["square of all parts"] = abs(norm / expected[1] - 1)
+        engine_step()
+
+    run.engine.step = step_after_comparing
     for step in range(STEPS):
-        batch = windows(step, MICRO * grid.data_ranks)[own]
-        if step == 0:
-            run.begin_step()
-            loss = run.losses(batch, mean=True)
-            run.backward(loss)
-            for name, parameter in run.model.named_parameters():
-                part = parameter.grad
-                if config.parallel.zero_stage:
-                    part = safe_get_full_grad(parameter)
-                whole = run.tensor.whole(name, part.detach())
-                differences[name] = gap(whole, gradients[name])
-            parts = own_gradients(run.tensor.counted_once(run.model), grid)
-            square = torch.zeros((), dtype=torch.float64)
-            for part in parts:
-                square += part.double().square().sum()
-            square = grid.sum(square)
-            differences["square of all parts"] = abs(square.sqrt().item() / expected[1] - 1)
-            run.update()
-            norm, _ = run.end_step(loss)
-        else:
-            result = train_step(run, [batch])
-            loss, norm = result["loss"], result["grad_norm"]
-        numbers += [grid.mean(loss.detach()).item(), float(norm)]
+        result = run.train_step([windows(step, MICRO * grid.data_ranks)[rows]])
+        numbers += [grid.mean(result.loss).item(), float(result.grad_norm)]
     for number, theirs in zip(numbers, expected, strict=True):
         differences["losses"] = max(differences.get("losses", 0), abs(number / theirs - 1))
     run.engine.destroy()
@@ -153,10 +151,10 @@ def skipped(grid: Grid, stage: int) -> list[bool]:
         matrix = run.model.layers[1].mlp.dense_h_to_4h.weight
         matrix.register_hook(lambda gradient: gradient * torch.inf)
     before = full_weights(run)
-    result = train_step(run, [windows(0, MICRO)])
+    result = run.train_step([windows(0, MICRO)])
     same = all(torch.equal(weight, before[name]) for name, weight in full_weights(run).items())
     run.engine.destroy()
-    return grid.gather(bool(result["skipped"]) and same)
+    return grid.gather(bool(result.skipped) and same)
 
 
 def rounded(grid: Grid) -> list[bool]:
@@ -165,13 +163,13 @@ def rounded(grid: Grid) -> list[bool]:
     config = load([], [*SHAPE, *words, "model_parallel_size=2"])
     run = Trainer(config, model_of(config), grid)
     for step in range(2):
-        train_step(run, [windows(step, MICRO)])
+        run.train_step([windows(step, MICRO)])
     saved = model_of(config)
-    first, *others = grid.gather(full_weights(run))
+    first, *later = grid.gather(full_weights(run))
     saved.load_state_dict(first)
     tables = [model.position.distance_bias(16384) for model in (run.model, saved)]
     run.engine.destroy()
-    same = all(torch.equal(one[name], first[name]) for one in others for name in one)
+    same = all(torch.equal(weights[name], first[name]) for weights in later for name in weights)
     return grid.gather(same and torch.equal(*tables))
 
 
@@ -180,16 +178,16 @@ if __name__ == "__main__":
     whole_grid = connect()
     grid = whole_grid.sharing(1, 2)
     file, corpus, source, folder = sys.argv[1:]
-    found: dict = {"differences": {}, "refused": {}}
+    results: dict = {"differences": {}, "refused": {}}
     for case, words in cases():
         try:
             config = load([], [*SHAPE, *words, "model_parallel_size=2"])
         except UserError as fault:
-            found["refused"][case] = str(fault)
+            results["refused"][case] = str(fault)
             continue
-        found["differences"][case] = compare(grid, config)
-    found["skipped"] = [skipped(grid, stage) for stage in (0, 2)]
-    found["exact"] = rounded(grid)
+        results["differences"][case] = compare(grid, config)
+    results["skipped"] = [skipped(grid, stage) for stage in (0, 2)]
+    results["exact"] = rounded(grid)
     start = Path(source)
     for stage, at in CONTINUED:
         words = [f"zero_optimization.stage={stage}", "model_parallel_size=2"]
@@ -197,4 +195,4 @@ if __name__ == "__main__":
         train(recipe(corpus, save, start / f"global_step{at}", at + 1, *words), whole_grid)
         start = save
     if grid.first:
-        Path(file).write_text(json.dumps(found))
+        Path(file).write_text(json.dumps(results))

@@ -30,24 +30,24 @@ def test_two_ranks_have_the_losses_and_gradients_of_one(forks, grid, tmp_path): 
     script = ROOT / "tests" / "parallel" / "context_ranks.py"
     pids = forks.start_ranks(2, script, file, log=log)
     assert not any([forks.wait(pid) for pid in pids]), log.read_text()
-    found = json.loads(file.read_text())
-    assert found["refused"].keys() == REFUSED
+    results = json.loads(file.read_text())
+    assert results["refused"].keys() == REFUSED
     computed = len(REGISTRY) - len(REFUSED) + len(ranks.OPTIONS)
-    assert len(found["models"]) == 2 * computed
-    for case, difference in found["models"].items():
+    assert len(results["models"]) == 2 * computed
+    for case, difference in results["models"].items():
         assert difference <= EXACT, case
-    assert len(found["stages"]) == len(set(SAMPLE) - REFUSED)
-    check_stages(found["stages"])
+    assert len(results["stages"]) == len(set(SAMPLE) - REFUSED)
+    check_stages(results["stages"])
     alone = {}
     for name, kind, stage in ranks.ENGINES:
         if name not in alone:
             alone[name] = ranks.steps(grid, [f"pos_emb={name}"])
-        numbers = found["engines"][f"{name}, {kind}, stage {stage}"]
+        numbers = results["engines"][f"{name}, {kind}, stage {stage}"]
         assert numbers == pytest.approx(alone[name], rel=EXACT), (name, kind, stage)
 
 
-def check_stages(found):
-    for case, differences in found.items():
+def check_stages(results):
+    for case, differences in results.items():
         assert (
             len(differences) > 20
         )  # gradients of the first step, and of all steps losses and norms
@@ -61,9 +61,9 @@ def test_every_encoding_trains_at_every_stage_as_on_one_rank(forks, tmp_path):
     script = ROOT / "tests" / "parallel" / "context_ranks.py"
     pids = forks.start_ranks(2, script, file, "stages", log=log)
     assert not any([forks.wait(pid, timeout=3600) for pid in pids]), log.read_text()
-    found = json.loads(file.read_text())["stages"]
-    assert len(found) == 2 * 4 * (len(REGISTRY) - len(REFUSED))
-    check_stages(found)
+    results = json.loads(file.read_text())["stages"]
+    assert len(results) == 2 * 4 * (len(REGISTRY) - len(REFUSED))
+    check_stages(results)
 
 
 @pytest.mark.distributed
@@ -84,9 +84,9 @@ def test_a_run_goes_on_and_is_measured_with_other_ranks(forks, corpus, tmp_path)
     # Two groups of two ranks, each with one of two micro batches of a window.
     shared += ["train_micro_batch_size_per_gpu=1", "gradient_accumulation_steps=2"]
     two = run("train.py", "two", first, 4, "train_iters=6", "exit_interval=4", *shared)
-    one = run("train.py", "one", two / "global_step4", 1, "train_iters=6")
+    alone_again = run("train.py", "one", two / "global_step4", 1, "train_iters=6")
     expected = records(whole)
-    for step, record in (records(two) | records(one)).items():
+    for step, record in (records(two) | records(alone_again)).items():
         assert record["loss"] == pytest.approx(expected[step]["loss"], abs=EXACT)
 
     rows = {}

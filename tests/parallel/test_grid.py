@@ -30,10 +30,10 @@ PLACE = {
 def environment(monkeypatch):
     """A copy of the environment without a launcher; nobody is waited for long."""
     schedulers = (*SLURM, *OPEN_MPI, "SLURM_STEP_ID", "SLURM_NTASKS")
-    kept = {name: value for name, value in unlaunched().items() if name not in schedulers}
-    monkeypatch.setattr(os, "environ", kept)
+    clean = {name: value for name, value in unlaunched().items() if name not in schedulers}
+    monkeypatch.setattr(os, "environ", clean)
     monkeypatch.setattr(grid, "MEETING", 0.5)
-    return kept
+    return clean
 
 
 def fault_of(act) -> str:
@@ -156,7 +156,7 @@ def messages(act) -> list[str]:
     first = Thread(0)
     second = Thread(1, barrier=first.barrier, values=first.values)
     with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda one: fault_of(lambda: act(one)), (first, second)))
+        return list(pool.map(lambda rank: fault_of(lambda: act(rank)), (first, second)))
 
 
 def test_a_fault_of_one_rank_ends_all_with_its_message():

@@ -72,21 +72,24 @@ def test_rows_of_tasks_and_of_longppl_are_those_of_one_rank(forks, corpus, tmp_p
 def test_a_size_that_is_given_and_does_not_divide_the_ranks_is_refused(corpus, tmp_path):
     run = make_checkpoint(tmp_path / "run", corpus, "pos_emb=alibi", "context_parallel_size=2")
     words = ["--checkpoint", str(run), "--lengths", "64"]
-    kept, given = results({"kept": words}), results({"given": words}, "context_parallel_size=3")
-    assert kept["kept"][0]["length"] == 64  # the training had two ranks: no reason to refuse
-    assert "context_parallel_size: 3 ranks that share need a multiple of 3" in given["given"]
+    by_default, by_key = (
+        results({"kept": words}),
+        results({"given": words}, "context_parallel_size=3"),
+    )
+    assert by_default["kept"][0]["length"] == 64  # the training had two ranks: no reason to refuse
+    assert "context_parallel_size: 3 ranks that share need a multiple of 3" in by_key["given"]
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_fault_of_one_rank_ends_all_with_its_message(forks, corpus, tmp_path, own_registry, size):
-    own = tmp_path / "own.py"
-    own.write_text(FAILING)
-    words = ["pos_emb=failing_encoding", f"pos_emb_file={own}"]
+    code = tmp_path / "own.py"
+    code.write_text(FAILING)
+    words = ["pos_emb=failing_encoding", f"pos_emb_file={code}"]
     run = make_checkpoint(tmp_path / "run", corpus, *words, f"context_parallel_size={size}")
     log = tmp_path / "log"
     # Two batches, one for each rank where they do not share.
-    words = ["--lengths", "96", "--checkpoint", run, "eval_batch_tokens=96", f"pos_emb_file={own}"]
+    words = ["--lengths", "96", "--checkpoint", run, "eval_batch_tokens=96", f"pos_emb_file={code}"]
     pids = forks.start_ranks(2, "evaluate.py", *words, log=log)
     assert [forks.wait(pid, timeout=60) for pid in pids] == [1, 1], log.read_text()
     faults = [line for line in log.read_text().splitlines() if "eval_batch" in line]

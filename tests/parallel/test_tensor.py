@@ -34,29 +34,29 @@ def test_ranks_that_share_layers_train_and_continue_as_one_does(forks, grid, cor
     script = ROOT / "tests" / "parallel" / "tensor_ranks.py"
     pids = forks.start_ranks(4, script, file, corpus, whole, tmp_path, log=log)
     assert not any([forks.wait(pid) for pid in pids]), log.read_text()
-    found = json.loads(file.read_text())
+    results = json.loads(file.read_text())
 
-    computed = found["differences"].keys() | found["refused"].keys()
+    computed = results["differences"].keys() | results["refused"].keys()
     assert computed == {case for case, _ in ranks.cases()}
-    for name in found["refused"]:
+    for name in results["refused"]:
         encoding = REGISTRY[name]
         whole_heads = ("on_scores", "block_scores", "on_queries_keys_by_content", "on_queries_keys")
         whole_heads += ("score_scale",)
         assert any(getattr(encoding, hook) is not getattr(Position, hook) for hook in whole_heads)
-    for case, differences in found["differences"].items():
+    for case, differences in results["differences"].items():
         assert len(differences) > 20
         assert max(differences.values()) <= EXACT, (case, differences)
-    assert found["skipped"] == [[True] * 4] * 2
-    assert found["exact"] == [True] * 4
+    assert results["skipped"] == [[True] * 4] * 2
+    assert results["exact"] == [True] * 4
 
     # Each stage's checkpoint continues on the other stages, above, and on one rank.
     expected = records(whole)
     for stage, at in ranks.CONTINUED:
-        shared, one = tmp_path / f"shared{at}", tmp_path / f"one{at}"
+        shared, alone = tmp_path / f"shared{at}", tmp_path / f"one{at}"
         assert shapes(shared, at + 1) == shapes(whole, at + 1)
         step = at + 2
-        train(ranks.recipe(corpus, one, shared / f"global_step{at + 1}", step, twice), grid)
-        for folder in (shared, one):
+        train(ranks.recipe(corpus, alone, shared / f"global_step{at + 1}", step, twice), grid)
+        for folder in (shared, alone):
             for number, record in records(folder).items():
                 for key in ("loss", "grad_norm"):
                     close = pytest.approx(expected[number][key], rel=EXACT)

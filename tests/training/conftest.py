@@ -22,11 +22,11 @@ MODEL = ["pos_emb=mep_param", "hidden_dropout=0.1"]
 @pytest.fixture(scope="session")
 def grid() -> Grid:
     """This process alone. Subprocesses of tests do not inherit what connect() sets."""
-    found = connect()
+    alone = connect()
     for name in LAUNCHED:
         if name != "LOCAL_RANK":  # DeepSpeed asks for it whenever an engine is built
             os.environ.pop(name, None)
-    return found
+    return alone
 
 
 def tiny(*more: str) -> list[str]:

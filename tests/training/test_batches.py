@@ -21,7 +21,7 @@ from megatron.interop import open_model
 from megatron.model import GPT, AttentionSettings, from_config
 from megatron.parallel.grid import Grid
 from megatron.training.batches import Batches, length_of_step, open_text
-from megatron.training.loop import train, train_step
+from megatron.training.loop import train
 from megatron.training.trainer import Trainer
 from tests.training.conftest import MODEL, VOCAB, interrupted, records, tiny
 
@@ -66,8 +66,8 @@ def test_a_blend_is_named_and_resumed_to_the_last_bit(grid, texts, tmp_path, cap
     folder = interrupted(straight, 4, tmp_path / "run")
     train(blended(texts, folder, "num_workers=2"), grid)
     for kind in ("train", "valid"):
-        for step, one in records(straight, kind).items():
-            assert one["loss"] == records(folder, kind)[step]["loss"]
+        for step, record in records(straight, kind).items():
+            assert record["loss"] == records(folder, kind)[step]["loss"]
     swapped = f"valid_data_paths=[{texts['new_prose']},{texts['new_poems']}]"
     with caplog.at_level(logging.INFO):
         train(blended(texts, folder, "train_iters=9", "train_data_weights=[1,1]", swapped), grid)
@@ -107,7 +107,7 @@ def test_text_that_does_not_fit_is_refused_with_its_key(grid, texts, tmp_path):
     other = write(tmp_path, "odd", 80, TOKENIZER | {"hash": "bbbb"})
     bare = write(tmp_path, "bare", 80, {"type": "HFTokenizer", "hash": "b", "vocab_size": 257})
     plain = write(tmp_path, "plain", 80, {})
-    alone, own = ["train_iters=1", "split=1,0,0"], "tokenizer_type=CharLevelTokenizer"
+    alone, tokenizer = ["train_iters=1", "split=1,0,0"], "tokenizer_type=CharLevelTokenizer"
     cases = [
         (
             [f"train_data_paths=[{texts['poems']},{other}]", "train_iters=1"],
@@ -118,7 +118,7 @@ def test_text_that_does_not_fit_is_refused_with_its_key(grid, texts, tmp_path):
             "eod_mask_loss: nothing says which token ends a document",
         ),
         (
-            [*alone, f"data_path={plain}", "reset_attention_mask=true", own],
+            [*alone, f"data_path={plain}", "reset_attention_mask=true", tokenizer],
             r"reset_attention_mask: the documents of .* do not end with token 0",
         ),
     ]
@@ -173,9 +173,9 @@ def test_short_windows_have_the_loss_of_skyladders_mask(grid, tmp_path):
             mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo().min)
             with torch.no_grad():
                 logits = theirs(inputs, attention_mask=mask).logits
-                found = run.losses(cut, mean=True).item()
+                result = run.losses(cut, mean=True).item()
             losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-            assert found == pytest.approx(losses[counted].mean().item(), rel=1e-6)
+            assert result == pytest.approx(losses[counted].mean().item(), rel=1e-6)
 
 
 def test_the_log_says_the_length_of_a_step_and_validations_keep_theirs(
@@ -185,12 +185,14 @@ def test_the_log_says_the_length_of_a_step_and_validations_keep_theirs(
     with caplog.at_level(logging.INFO):
         train(config, grid)
     logged = list(records(tmp_path).values())
-    assert [one["seq_length"] for one in logged] == [16, 32, 64]
-    assert [one["tokens"] for one in logged] == [256, 512, 768]
+    assert [record["seq_length"] for record in logged] == [16, 32, 64]
+    assert [record["tokens"] for record in logged] == [256, 512, 768]
     assert re.search(r"step 2/3 .* length 32 ", caplog.text)
     [valid] = records(tmp_path, "valid").values()
     assert valid["length"] == 64
-    operations = [one["model_tflops_per_second"] * one["seconds_per_step"] for one in logged]
+    operations = [
+        record["model_tflops_per_second"] * record["seconds_per_step"] for record in logged
+    ]
     attention = 3 * 4 * 2 * 32 * 256 / 1e12  # of one key for each token of a step
     assert operations[2] - operations[1] == pytest.approx(32 * attention)
     assert operations[1] - operations[0] == pytest.approx(16 * attention)
@@ -236,11 +238,11 @@ def test_a_step_has_the_loss_and_gradient_of_gpt_neox(grid):
     assert run.validate(iter([few, many]), 2) == pytest.approx(expected.item(), rel=1e-6)
     expected.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
-    found = train_step(run, [few, many])
-    assert found["loss"].item() == pytest.approx(expected.item(), rel=1e-6)
-    assert float(found["grad_norm"]) == pytest.approx(float(norm), rel=1e-5)
-    unmasked = train_step(ending(grid, *words[1:]), [few, many])
-    assert abs(unmasked["loss"].item() - expected.item()) > 1e-4
+    result = run.train_step([few, many])
+    assert result.loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert float(result.grad_norm) == pytest.approx(float(norm), rel=1e-5)
+    unmasked = ending(grid, *words[1:]).train_step([few, many])
+    assert abs(unmasked.loss.item() - expected.item()) > 1e-4
 
 
 def test_the_end_of_a_document_counts_and_the_token_after_it_does_not(grid):
@@ -253,5 +255,5 @@ def test_the_end_of_a_document_counts_and_the_token_after_it_does_not(grid):
 
     assert loss(END, 8) == loss(END, 9)
     assert loss(8, END) != loss(8, 9)
-    nothing = train_step(run, [torch.zeros(4, 65, dtype=torch.long)])
-    assert nothing["loss"].item() == float(nothing["grad_norm"]) == 0
+    nothing = run.train_step([torch.zeros(4, 65, dtype=torch.long)])
+    assert nothing.loss.item() == float(nothing.grad_norm) == 0

@@ -16,7 +16,7 @@ from megatron.config.schema import Checkpoint
 from megatron.errors import UserError
 from megatron.training import checkpoint
 from megatron.training.checkpoint import Keeper, is_saved
-from megatron.training.loop import train, train_step
+from megatron.training.loop import train
 from tests.faults.damage import changed, found_by_use, own_encoding
 from tests.faults.damage import settings as damage_settings
 from tests.training.conftest import copy_of, settings, text, tiny, trainer
@@ -45,10 +45,12 @@ def test_no_damage_to_any_file_is_used(grid, corpus, tmp_path):
     """`make faults` does so for every engine."""
     with own_encoding(tmp_path):
         train(damage_settings(corpus, tmp_path, "fp32"), grid)
-        found = found_by_use(corpus, tmp_path, "fp32", grid)
-    assert not [one for one in found if one.message is None]
-    assert all(one.named for one in found), [one for one in found if not one.named]
-    assert all(ELSEWHERE in one.message for one in found)
+        outcomes = found_by_use(corpus, tmp_path, "fp32", grid)
+    assert not [outcome for outcome in outcomes if outcome.message is None]
+    assert all(outcome.named for outcome in outcomes), [
+        outcome for outcome in outcomes if not outcome.named
+    ]
+    assert all(ELSEWHERE in outcome.message for outcome in outcomes)
     assert latest_step(tmp_path / "run") == 2
 
 
@@ -134,9 +136,9 @@ def test_checkpoints_are_written_at_the_steps_of_gpt_neox():
 def begun(grid, folder, *words):
     """A run with a checkpoint of its first step, which stands at the second."""
     run = trainer(grid, "pos_emb=alibi", *words)
-    train_step(run, [text(1)[0]])
+    run.train_step([text(1)[0]])
     checkpoint.save(run, folder, {"vocab": 61})
-    train_step(run, [text(1)[0]])
+    run.train_step([text(1)[0]])
     return run
 
 
@@ -179,31 +181,32 @@ def test_a_file_that_cannot_be_written_leaves_the_earlier_checkpoint(grid, tmp_p
 # --- which ones stay ------------------------------------------------------------------------------
 
 
-def keeper(folder, count, *, started_at=None, record=None):
-    asked = Checkpoint(keep_last_n_checkpoints=count, extra_save_iters=(0, 4))
-    return Keeper(folder, asked, started_at=started_at, record=record or {})
+def keeper(folder, count, **record):
+    return Keeper(
+        folder, Checkpoint(keep_last_n_checkpoints=count, extra_save_iters=(0, 4)), record
+    )
 
 
-def follow(one, losses, saves=()):
+def follow(keeping, losses, saves=()):
     """The run of these losses that saves after some steps, as the training loop follows it."""
     for step, loss in losses.items():
-        one.follow([(step, loss)])
+        keeping.follow([(step, loss)])
         if step in saves:
-            (one.folder / f"global_step{step}").mkdir(parents=True)
-            (one.folder / f"global_step{step}/checkpoint.json").write_text("{}")
-            one.wrote(step)
+            (keeping.folder / f"global_step{step}").mkdir(parents=True)
+            (keeping.folder / f"global_step{step}/checkpoint.json").write_text("{}")
+            keeping.wrote(step)
 
 
 def test_an_explosion_never_deletes_the_last_good_checkpoint(tmp_path, caplog):
     losses = {1: 5.0, 2: 4.0, 3: 3.9, 4: 3.8, 5: 3.9, 6: 9e4, 7: 8e4, 8: 1e5, 9: 7e4, 10: 9e4}
     for count in (1, 2):
-        one = keeper(tmp_path / str(count), count)
-        follow(one, losses, {2, 3, 5, 6, 7, 9})
+        keeping = keeper(tmp_path / str(count), count)
+        follow(keeping, losses, {2, 3, 5, 6, 7, 9})
         # Step 5 exploded: the loss after it is the first bad one.
         assert steps_in(tmp_path / str(count)) == [3, *[6, 7, 9][-count:]]
-        assert one.facts["proven"] == 3
+        assert keeping.proven == 3
     assert "step 6: loss 9e+04 after 4.62: global_step5 follows an exploded update" in caplog.text
-    resumed = keeper(tmp_path / "1", 1, started_at=9, record=one.facts)
+    resumed = keeper(tmp_path / "1", 1, step=9, **keeping.record())
     follow(resumed, {10: 1e6, 11: 1e6}, {11})
     assert steps_in(tmp_path / "1") == [3, 11]
     follow(resumed, {12: 4.0})

@@ -13,7 +13,6 @@ from megatron.errors import UserError
 from megatron.model import from_config
 from megatron.training import trainer as trainer_module
 from megatron.training.checkpoint import full_weights
-from megatron.training.loop import train_step
 from megatron.training.trainer import Trainer, compile_layers
 from tests.encodings import every_signature
 from tests.support import of_encoding
@@ -21,7 +20,7 @@ from tests.training.conftest import VOCAB, text, tiny, trainer
 
 
 def losses(run: Trainer, steps: int) -> list[float]:
-    return [train_step(run, [batch])["loss"].item() for batch in text(steps)]
+    return [run.train_step([batch]).loss.item() for batch in text(steps)]
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +100,8 @@ def test_training_leaves_learned_numbers_float32_and_within_their_bounds(grid, n
     assert all(math.isfinite(loss) for loss in losses(run, 5))
     position = run.model.position
     for key, value in position.learned().items():
-        path, _, own = key.rpartition(".")
-        low, high = position.get_submodule(path).bounds.get(own, (-math.inf, math.inf))
+        path, _, name_in_module = key.rpartition(".")
+        low, high = position.get_submodule(path).bounds.get(name_in_module, (-math.inf, math.inf))
         assert value.dtype == torch.float32
         assert ((value >= low) & (value <= high)).all()
 

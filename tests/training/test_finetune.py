@@ -51,7 +51,7 @@ def test_it_starts_from_the_parents_weights_to_the_last_bit_with_all_else_fresh(
     if how == "precision=fp32":
         state = tmp_path / "global_step2" / "mp_rank_00_model_states.pt"
         adam = torch.load(state, weights_only=True)["optimizer"]["state"]
-        assert {float(one["step"]) for one in adam.values()} == {2.0}
+        assert {float(state["step"]) for state in adam.values()} == {2.0}
 
 
 def test_the_same_command_goes_on_after_a_kill_also_without_its_parent(
@@ -113,7 +113,7 @@ def test_the_parent_is_in_the_record_the_log_and_the_hash(grid, corpus, trained,
 
 
 @pytest.mark.parametrize(
-    ("there", "here", "sources"),
+    ("parent_words", "child_words", "sources"),
     [
         (["pos_emb=kerple_log"], ["pos_emb=kerple_log"], {"0.p": "0.p", "0.a": "0.a"}),
         (["pos_emb=learned"], ["pos_emb=kerple_log"], {}),
@@ -134,21 +134,21 @@ def test_the_parent_is_in_the_record_the_log_and_the_hash(grid, corpus, trained,
     ],
 )
 def test_of_an_encoding_is_taken_what_has_its_name_kind_and_shape(
-    corpus, tmp_path, there, here, sources
+    corpus, tmp_path, parent_words, child_words, sources
 ):
-    path = make_checkpoint(tmp_path, corpus, *there) / "global_step5"
+    path = make_checkpoint(tmp_path, corpus, *parent_words) / "global_step5"
     parent = Saved(path, *read_meta(path))
-    model = from_config(load([], tiny("train_iters=2", *here)), 512)
-    found = match_weights(Start(parent=parent), model)
-    assert found is not None
+    model = from_config(load([], tiny("train_iters=2", *child_words)), 512)
+    matches = match_weights(Start(parent=parent), model)
+    assert matches is not None
     taken = {
         name.removeprefix("positions."): source.removeprefix("positions.")
-        for name, source in found.sources.items()
+        for name, source in matches.sources.items()
         if name.startswith("positions.")
     }
     assert taken == sources
-    assert len(found.sources) - len(taken) == 28  # all that is not of the encoding
-    assert {rows for name, rows in found.rows.items() if name in found.sources} <= {4, 64}
+    assert len(matches.sources) - len(taken) == 28  # all that is not of the encoding
+    assert {rows for name, rows in matches.rows.items() if name in matches.sources} <= {4, 64}
 
 
 def test_learned_positions_are_taken_as_far_as_they_reach(grid, corpus, tmp_path):
@@ -156,9 +156,9 @@ def test_learned_positions_are_taken_as_far_as_they_reach(grid, corpus, tmp_path
     rows = weights_at(parent, 5)["positions.0.weight"]
     more = ["pos_emb=learned", "seq_length=96", "extra_save_iters=0", "split=8,1,1"]
     train(finetuned(corpus, parent, tmp_path / "child", *more), grid)
-    own = weights_at(tmp_path / "child", 0)["positions.0.weight"]
-    assert torch.equal(own[:64], rows)
-    assert 0.01 < own[64:].std() < 0.03
+    rows_of_child = weights_at(tmp_path / "child", 0)["positions.0.weight"]
+    assert torch.equal(rows_of_child[:64], rows)
+    assert 0.01 < rows_of_child[64:].std() < 0.03
 
 
 def test_the_rows_of_the_embedding_are_the_parents(grid, corpus, trained, tmp_path):

@@ -50,6 +50,6 @@ def test_a_model_beyond_the_memory_is_refused_with_its_numbers(monkeypatch):
     }.items():
         config = load([], tiny("train_iters=1", words))
         with pytest.raises(UserError) as raised:
-            fits.check_fits(config, 512, ranks=2, ranks_here=2, device=CPU)
+            fits.check_fits(config, 512, ranks=2, local_ranks=2, device=CPU)
         assert message in str(raised.value)
-    fits.check_fits(load([], tiny("train_iters=1")), 512, ranks=2, ranks_here=2, device=CPU)
+    fits.check_fits(load([], tiny("train_iters=1")), 512, ranks=2, local_ranks=2, device=CPU)

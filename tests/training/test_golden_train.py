@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 
 from megatron.config import load
 from megatron.interop.reference import load_reference
-from megatron.training.loop import train_step
 from megatron.training.optimizer import learning_rate
 from megatron.training.trainer import Trainer
 from tests.interop.test_reference import write_checkpoint
@@ -37,7 +36,7 @@ def test_training_follows_the_reference(case, grid, tmp_path):
     model, _ = load_reference(write_checkpoint(case, tmp_path), config)
     trainer = Trainer(config, model, grid)
     golden = load_file(GOLDEN / "batches.safetensors")
-    losses = [train_step(trainer, [batch.long()])["loss"].item() for batch in golden["ids"]]
+    losses = [trainer.train_step([batch.long()]).loss.item() for batch in golden["ids"]]
     assert losses == pytest.approx(EXPECTED["loss"][case], rel=2e-3)
 
     position = trainer.model.position
@@ -57,5 +56,5 @@ def test_training_follows_the_reference(case, grid, tmp_path):
 
 def test_the_schedule_is_the_references():
     config = load([], RECIPE)
-    found = [learning_rate(step, config.optimizer) for step in range(EXPECTED["steps"])]
-    assert found == pytest.approx(EXPECTED["lr_at_step"], rel=1e-12)
+    rates = [learning_rate(step, config.optimizer) for step in range(EXPECTED["steps"])]
+    assert rates == pytest.approx(EXPECTED["lr_at_step"], rel=1e-12)

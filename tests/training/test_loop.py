@@ -16,7 +16,7 @@ from megatron.folder_lock import owned_folder
 from megatron.model import from_config
 from megatron.training import checkpoint, loop
 from megatron.training.checkpoint import full_weights
-from megatron.training.loop import train, train_step
+from megatron.training.loop import train
 from megatron.training.trainer import Trainer, use_deterministic_algorithms
 from tests.training.conftest import MODEL, VOCAB, records, settings, tiny
 
@@ -27,13 +27,15 @@ POISON = 60
 def at_step(monkeypatch, number: int, act) -> None:
     """Call `act` in the middle of a run, after step `number`."""
 
+    train_step = Trainer.train_step
+
     def acting(trainer, micro_batches):
         result = train_step(trainer, micro_batches)
         if trainer.step == number:
             act()
         return result
 
-    monkeypatch.setattr(loop, "train_step", acting)
+    monkeypatch.setattr(Trainer, "train_step", acting)
 
 
 def signals(*numbers: int):
@@ -165,15 +167,15 @@ def batch(*, poison: bool) -> torch.Tensor:
 
 def state(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Weights, numbers that the encoding computes with, and the optimizer's averages."""
-    found = {name: weight.clone() for name, weight in full_weights(trainer).items()}
-    found |= {f"learned {name}": one.clone() for name, one in trainer.model.learned().items()}
+    tensors = {name: weight.clone() for name, weight in full_weights(trainer).items()}
+    tensors |= {f"learned {name}": value.clone() for name, value in trainer.model.learned().items()}
     optimizer = trainer.engine.optimizer
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer  # that which ZeRO wraps
     for index, averages in enumerate(optimizer.state.values()):
         for name, value in averages.items():
-            found[f"{index}.{name}"] = torch.as_tensor(value).clone()
-    return found
+            tensors[f"{index}.{name}"] = torch.as_tensor(value).clone()
+    return tensors
 
 
 @pytest.mark.parametrize("how", ["", "precision=bf16", "zero_optimization.stage=3"])
@@ -182,17 +184,17 @@ def test_a_skipped_step_changes_nothing_but_the_count_of_steps(grid, how):
     config = load([], tiny("train_iters=100", *words, *filter(None, [how])))
     trainer = Trainer(config, poisoned(config, VOCAB), grid)
     good, bad = batch(poison=False), batch(poison=True)
-    assert not train_step(trainer, [good, good])["skipped"]
+    assert not trainer.train_step([good, good]).skipped
     before = state(trainer)
-    result = train_step(trainer, [bad, good])
-    assert result["skipped"]
-    assert not result["loss"].isfinite()
+    result = trainer.train_step([bad, good])
+    assert result.skipped
+    assert not result.loss.isfinite()
     after = state(trainer)
     assert trainer.step == 2
     assert before.keys() == after.keys()
     for name, value in before.items():
         assert torch.equal(after[name], value), name
-    assert not train_step(trainer, [good, good])["skipped"]
+    assert not trainer.train_step([good, good]).skipped
     assert any(not torch.equal(value, after[name]) for name, value in state(trainer).items())
 
 

@@ -45,13 +45,13 @@ def test_a_full_disk_costs_records_and_no_run_and_leaves_whole_lines(tmp_path, c
         after = [record["step"] for record in records_of(log.path)]
         return {"before": before, "after": after, "messages": caplog.messages}
 
-    found = on_small_disk(tmp_path, 64, logged)
-    before = found["before"]
+    log_lines = on_small_disk(tmp_path, 64, logged)
+    before = log_lines["before"]
     assert before == list(range(1, len(before) + 1))
     assert 1 <= len(before) < 39
-    assert found["after"] == [*before, 40]
+    assert log_lines["after"] == [*before, 40]
     path = tmp_path / "metrics.jsonl"
-    assert found["messages"] == [
+    assert log_lines["messages"] == [
         f"{path}: step {len(before) + 1} could not be written (No space left on device)"
         " - training goes on, and later records are tried again",
         f"{path}: {39 - len(before)} record(s) were lost",
@@ -141,13 +141,13 @@ def test_a_full_disk_under_tensorboard_is_a_warning_without_a_traceback(
 def test_a_token_of_the_125m_model_costs_742_and_57_megaflops():
     # 12 layers of 12 * 768² + 13 * 768 weights, a norm of 2 * 768, 50304 rows of 768:
     # 123,689,472 weights.
-    found = flops_per_token(load([ROOT / "configs" / "125M.yml"]).model, 50304)
-    assert found == 6 * 123_689_472 + 12 * 12 * 768 * 512
+    flops = flops_per_token(load([ROOT / "configs" / "125M.yml"]).model, 50304)
+    assert flops == 6 * 123_689_472 + 12 * 12 * 768 * 512
 
 
 def test_utilisation_is_the_share_of_a_known_peak_of_exactly_this_device():
-    known = utilisation(8e9, 15_600, 312.0)
-    assert known == pytest.approx({"model_tflops_per_second": 124.8, "mfu": 0.4})
+    numbers = utilisation(8e9, 15_600, 312.0)
+    assert numbers == pytest.approx({"model_tflops_per_second": 124.8, "mfu": 0.4})
     peaks = [
         ("NVIDIA A100 80GB PCIe", "fp32", 19.5),
         ("Tesla V100-SXM2-32GB", "bf16", None),

@@ -1,13 +1,17 @@
 """Schedules at their ends and in between, and steps of Muon."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 
 from megatron.config import load
+from megatron.config.schedules import SHAPES
+from megatron.config.schema import Optimizer
+from megatron.errors import UserError
 from megatron.model import from_config
-from megatron.training.loop import train, train_step
+from megatron.training.loop import train
 from megatron.training.optimizer import learning_rate
 from tests.training.conftest import VOCAB, settings, text, trainer
 
@@ -22,13 +26,31 @@ def rates(*settings: str, steps: int = 1000) -> list[float]:
 
 @pytest.mark.parametrize("style", ["cosine", "linear"])
 def test_the_standard_schedule_never_wastes_a_step(style):
-    found = rates(f"lr_decay_style={style}", "min_lr=0.01")
-    assert found[0] == pytest.approx(0.01)
-    assert found[99] == pytest.approx(1.0) == max(found)
-    assert found[549] == pytest.approx(0.505, abs=2e-3)  # half way between peak and floor
-    assert found[-1] == pytest.approx(0.01, abs=2e-3)
-    assert found[100:] == sorted(found[100:], reverse=True)
-    assert len(set(found[100:])) == 900
+    sequence = rates(f"lr_decay_style={style}", "min_lr=0.01")
+    assert sequence[0] == pytest.approx(0.01)
+    assert sequence[99] == pytest.approx(1.0) == max(sequence)
+    assert sequence[549] == pytest.approx(0.505, abs=2e-3)  # half way between peak and floor
+    assert sequence[-1] == pytest.approx(0.01, abs=2e-3)
+    assert sequence[100:] == sorted(sequence[100:], reverse=True)
+    assert len(set(sequence[100:])) == 900
+
+
+STYLES = {
+    style: key
+    for key in ("lr_decay_style", "lr_wsd_decay_style")
+    for style in get_args(Optimizer.model_fields[key].annotation)
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_every_style_of_the_schema_has_a_shape_and_is_refused_without_it(style, monkeypatch):
+    words = [f"{STYLES[style]}={style}", "warmup=0"]
+    if "wsd" in STYLES[style]:
+        words += ["lr_decay_style=wsd", "lr_wsd_decay_iters=1000"]
+    assert rates(*words, steps=1)[0] == pytest.approx(1, abs=0.05)
+    monkeypatch.delitem(SHAPES, "exponential" if style == "wsd" else style)
+    with pytest.raises(UserError, match=r"lr_decay_style: \w+ has no shape; add it to megatron/c"):
+        rates(*words)
 
 
 def test_constant_stays_at_its_peak():
@@ -38,9 +60,9 @@ def test_constant_stays_at_its_peak():
 @pytest.mark.parametrize("warmup", [0.1, 0.7, 0])
 def test_the_schedule_of_2022_has_its_floor_after_the_warm_up_alone(warmup):
     """AnnealingLR.get_lr of GPT-NeoX at 738b87e: a warm-up from 0 returns before the floor."""
-    found = rates("lr_schedule=neox-2022", "min_lr=0.3", f"warmup={warmup}")
+    sequence = rates("lr_schedule=neox-2022", "min_lr=0.3", f"warmup={warmup}")
     rising = int(1000 * warmup)
-    for step, rate in enumerate(found):
+    for step, rate in enumerate(sequence):
         reached = min(step, 1000 - rising)
         if rising and step <= rising:
             expected = reached / rising
@@ -56,11 +78,11 @@ def test_wsd_stays_at_its_peak_and_decays_by_the_shapes_of_megatron_lm():
     halves["minus_sqrt"] = 1 - 0.5**0.5
     for style, half in halves.items():
         words = ["lr_decay_style=wsd", "lr_wsd_decay_iters=199", f"lr_wsd_decay_style={style}"]
-        found = rates(*words)
-        assert found[:801] == stable[:801]
-        assert found[801] < 1
-        assert found[900] == pytest.approx(half)  # the 100th of 199 steps, and the 200th has 0
-        assert found[801:] == sorted(found[801:], reverse=True)
+        sequence = rates(*words)
+        assert sequence[:801] == stable[:801]
+        assert sequence[801] < 1
+        assert sequence[900] == pytest.approx(half)  # the 100th of 199 steps, and the 200th has 0
+        assert sequence[801:] == sorted(sequence[801:], reverse=True)
 
 
 MATRICES = {
@@ -109,7 +131,7 @@ def test_muon_takes_the_steps_of_torch_for_the_layers_matrices_and_adam_those_of
         torch.optim.AdamW(by_kind["rest"], lr=3e-3, weight_decay=0.0, fused=True),
     ]
     for batch in text(3):
-        loss = train_step(run, [batch])["loss"]
+        loss = run.train_step([batch]).loss
         expected = plain(batch[:, :-1], labels=batch[:, 1:], mean=True)
         expected.backward()
         assert loss == expected

@@ -39,9 +39,9 @@ def test_a_trace_holds_the_named_steps_and_changes_no_loss(grid, corpus, tmp_pat
 def test_a_run_that_begins_or_ends_within_the_steps_writes_those_that_it_had(tmp_path):
     cases = [(2, 9, 0, 3, "step2-3"), (2, 6, 4, 8, "step5-6"), (1, 2, 0, 8, "step1-2")]
     for first, last, done, end, name in cases:
-        asked = Logging(profile=True, profile_step_start=first, profile_step_stop=last)
+        traced = Logging(profile=True, profile_step_start=first, profile_step_stop=last)
         folder = tmp_path / name
-        with Profiling(asked, folder, Grid(), done=done) as profiling:
+        with Profiling(traced, folder, Grid(), done=done) as profiling:
             for number in range(done + 1, end + 1):
                 with profiling.step(number):
                     torch.ones(2) + 1

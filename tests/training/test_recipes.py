@@ -39,6 +39,6 @@ def test_every_recipe_loads_over_a_model_and_is_in_the_guide(path):
 def test_longropes_recipe_has_the_frequencies_of_ntk():
     frequencies = []
     for name in ("ntk", "longrope"):
-        files = [ROOT / f"configs/{one}.yml" for one in ("125M", f"recipes/{name}")]
+        files = [ROOT / f"configs/{stem}.yml" for stem in ("125M", f"recipes/{name}")]
         frequencies.append(position_from_config(load(files)).inv_freq)
     torch.testing.assert_close(*frequencies, rtol=1e-3, atol=0)

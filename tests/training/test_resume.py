@@ -16,9 +16,10 @@ from megatron.checkpoints.manifest import entry_of, read_record, write_record
 from megatron.checkpoints.saved import latest_step
 from megatron.config import Config, load
 from megatron.errors import UserError
-from megatron.training.checkpoint import _data_only
 from megatron.training.loop import train
-from megatron.training.optimizer import continue_scale, learning_rate
+from megatron.training.optimizer import learning_rate
+from megatron.training.resume import continue_scale
+from megatron.training.resume import load as load_state
 from megatron.training.start import Saved, Start, with_schedule
 from tests.training.conftest import copy_of, interrupted, records, settings, tiny
 
@@ -83,12 +84,10 @@ class Getattr:
 
 def test_a_stage_of_zero_as_early_pythons_3_11_write_it_is_read_and_no_other_attribute(tmp_path):
     torch.save({"zero_stage": Getattr(ZeroStageEnum, "gradients")}, tmp_path / "state.pt")
-    with _data_only():
-        loaded = torch.load(tmp_path / "state.pt")
-    assert loaded == {"zero_stage": ZeroStageEnum.gradients}
+    assert load_state(tmp_path / "state.pt") == {"zero_stage": ZeroStageEnum.gradients}
     torch.save({"zero_stage": Getattr(DynamicLossScaler, "__init__")}, tmp_path / "state.pt")
-    with _data_only(), pytest.raises(pickle.UnpicklingError, match="refused getattr of <"):
-        torch.load(tmp_path / "state.pt")
+    with pytest.raises(pickle.UnpicklingError, match="refused getattr of <"):
+        load_state(tmp_path / "state.pt")
 
 
 STATE = "global_step4/mp_rank_00_model_states.pt"
@@ -127,14 +126,14 @@ def turned(averages: dict, _) -> None:
         (
             lambda averages, _: averages[0].update(exp_avg=torch.zeros(3)),
             [],
-            "exp_avg of tensor 0 has the shape [3], not [512, 32]",
+            "word_embeddings.weight: exp_avg has the shape [3]",
         ),
-        (turned, ["optimizer.type=Muon"], "has the shape [32, 96], not [96, 32]"),
-        (lambda averages, _: averages.clear(), [], "exp_avg of tensor 0 is missing"),
+        (turned, ["optimizer.type=Muon"], "momentum_buffer has the shape [32, 96]"),
+        (lambda averages, _: averages.clear(), [], "exp_avg is missing"),
         (
-            lambda _, weights: weights["norm.weight"].add_(1),
+            lambda _, content: content.update(global_steps=3),
             [],
-            "norm.weight is another one than in model.safetensors",
+            "it is that of step 3",
         ),
         (turned, ["zero_optimization.stage=1"], "exp_avg has the shape [32, 512]"),
         (
@@ -153,7 +152,7 @@ def test_a_state_that_does_not_fit_the_weights_is_refused_before_a_step(
         folder = tmp_path / "muon"
         train(settings(corpus, folder, "train_iters=4", *words), grid)
     content = torch.load(folder / STATE, weights_only=False)
-    forge(content["optimizer"]["state"], content["module"])
+    forge(content["optimizer"]["state"], content)
     replace_state(folder / STATE, content)
     message = r"the engine's state cannot be loaded \(.*" + re.escape(reason)
     with pytest.raises(UserError, match=message):
@@ -221,12 +220,12 @@ def test_a_decay_branches_from_a_stable_run_and_has_its_losses_up_to_the_decay(
     train(settings(corpus, stable, *wsd), grid)
     words = [f"load={stable / 'global_step4'}", "train_iters=7", "lr_wsd_decay_iters=2"]
     train(settings(corpus, branch, *wsd, *words), grid)
-    parent, found = records(stable), records(branch)
+    parent, branched = records(stable), records(branch)
     for step in (5, 6):  # a loss is that before its step's update
-        assert found[step]["loss"] == parent[step]["loss"]
-    rates = [found[step]["lr"] / 3e-3 for step in (5, 6, 7)]
+        assert branched[step]["loss"] == parent[step]["loss"]
+    rates = [branched[step]["lr"] / 3e-3 for step in (5, 6, 7)]
     assert rates == pytest.approx([1, 2 * 0.5 ** (1 / 3) - 1, 2 * 0.5 ** (2 / 3) - 1])
-    assert found[7]["loss"] != parent[7]["loss"]
+    assert branched[7]["loss"] != parent[7]["loss"]
     # The order of the text is the stable run's, also for whoever continues the branch.
     assert read_record(branch / "global_step7")["planned"] == 8 * 4
     with pytest.raises(UserError, match=r"lr_decay_iters: follows train_iters = 9 and was 7 "):
@@ -261,11 +260,11 @@ def test_the_same_command_goes_on_with_a_branch_after_a_kill_also_without_its_pa
 
 
 def test_the_checkpoints_schedule_is_kept_if_that_is_said():
-    given = ["use_checkpoint_lr_scheduler=true", "optimizer.params.lr=0.9", "warmup=0.5"]
-    config = continued(scheduled(*given, "weight_decay=0.3", "lr_decay_style=linear"), 4)
-    then = scheduled("train_iters=8")
+    words = ["use_checkpoint_lr_scheduler=true", "optimizer.params.lr=0.9", "warmup=0.5"]
+    config = continued(scheduled(*words, "weight_decay=0.3", "lr_decay_style=linear"), 4)
+    parent = scheduled("train_iters=8")
     for step in range(12):
-        assert learning_rate(step, config.optimizer) == learning_rate(step, then.optimizer)
+        assert learning_rate(step, config.optimizer) == learning_rate(step, parent.optimizer)
     assert config.optimizer.weight_decay == 0.3
 
 
@@ -300,8 +299,8 @@ def test_a_step_after_a_resume_decays_and_clips_as_the_new_configuration_says(
     total = 0.0
     for name, weight in before.items():
         decays = weight.dim() >= 2 and not name.startswith("positions.")
-        kept = 1 - RATE * DECAY if decays else 1
-        gradient = weight.double() * kept - after[name].double()
+        factor = 1 - RATE * DECAY if decays else 1
+        gradient = weight.double() * factor - after[name].double()
         total += gradient.square().sum().item()
     assert math.sqrt(total) == pytest.approx(NORM, rel=0.02)
 
@@ -310,10 +309,10 @@ def test_a_loss_scale_goes_on_where_it_was_with_the_settings_of_the_new_configur
     loaded = DynamicLossScaler(2.0**16, 1000, 1.0, 3, True)
     for overflow in (False, True, False):
         loaded.update_scale(overflow)
-    here = DynamicLossScaler(2.0**8, 50, 2.0, 2, False)
-    continue_scale(here, loaded)
-    assert (here.cur_scale, here.cur_iter, here.last_overflow_iter) == (2.0**16, 3, 1)
-    assert (here.scale_window, here.min_scale, here.cur_hysteresis) == (50, 2.0, 2)
+    scaler = DynamicLossScaler(2.0**8, 50, 2.0, 2, False)
+    continue_scale(scaler, loaded)
+    assert (scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter) == (2.0**16, 3, 1)
+    assert (scaler.scale_window, scaler.min_scale, scaler.cur_hysteresis) == (50, 2.0, 2)
     fixed = LossScaler(128.0)
     continue_scale(fixed, loaded)
     assert fixed.cur_scale == 128.0
@@ -345,19 +344,15 @@ def test_weight_decay_of_the_encoding_can_change(grid, corpus, tmp_path):
     assert losses(new) == pytest.approx(losses(tmp_path / "run"), abs=1e-3)
 
 
-def test_another_optimizer_or_order_of_its_state_is_refused_or_starts_fresh(
-    grid, corpus, trained, tmp_path
-):
+def test_another_optimizer_is_refused_or_starts_fresh(grid, corpus, trained, tmp_path):
     muon = "optimizer.type=Muon"
     folder = copy_of(trained, tmp_path)
-    with pytest.raises(UserError, match=r"holds the state of Adam, not of Muon with pos_emb_weig"):
+    with pytest.raises(UserError, match=r"holds the state of Adam, not of Muon, "):
         train(settings(corpus, folder, muon), grid)
     train(settings(corpus, folder, muon, "train_iters=5", "no_load_optim=true"), grid)
-    states = "Muon with pos_emb_weight_decay: false, not of Muon with pos_emb_weight_decay: true"
-    with pytest.raises(UserError, match=f"global_step5: holds the state of {states}, training"):
-        train(settings(corpus, folder, muon, "pos_emb_weight_decay=true"), grid)
-    with pytest.raises(UserError, match=r"holds the state of Muon with pos_emb_.*, not of Adam, "):
+    with pytest.raises(UserError, match=r"global_step5: holds the state of Muon, not of Adam, "):
         train(settings(corpus, folder, "zero_optimization.stage=1"), grid)
+    train(settings(corpus, folder, muon, "train_iters=6", "pos_emb_weight_decay=true"), grid)
 
 
 def test_a_checkpoint_continues_at_every_other_zero_stage(grid, corpus, tmp_path):
@@ -367,10 +362,10 @@ def test_a_checkpoint_continues_at_every_other_zero_stage(grid, corpus, tmp_path
         straight, source = tmp_path / f"{precision}-0", tmp_path / f"{precision}-0"
         train(load([], recipe(corpus, straight, 0, kind)), grid)
         for stage, at in ((2, 4), (3, 5), (1, 6), (0, 7)):
-            here = tmp_path / f"{precision}-{stage}-{at}"
+            folder = tmp_path / f"{precision}-{stage}-{at}"
             start = f"load={source / f'global_step{at}'}"
             every = ["save_interval=1", f"exit_interval={at + 1}"]
-            train(load([], recipe(corpus, here, stage, kind, start, *every)), grid)
-            found, expected = records(here)[at + 1]["loss"], records(straight)[at + 1]["loss"]
-            assert found == pytest.approx(expected, abs=tolerance), (precision, stage)
-            source = here
+            train(load([], recipe(corpus, folder, stage, kind, start, *every)), grid)
+            loss, expected = records(folder)[at + 1]["loss"], records(straight)[at + 1]["loss"]
+            assert loss == pytest.approx(expected, abs=tolerance), (precision, stage)
+            source = folder

@@ -13,7 +13,7 @@ from megatron.data.tasks import TaskText
 from megatron.errors import UserError
 from megatron.model import from_config
 from megatron.training.batches import Batches, open_text
-from megatron.training.loop import train, train_step
+from megatron.training.loop import train
 from megatron.training.trainer import Trainer
 from tests.support import ROOT, call
 from tests.training.conftest import interrupted, records, tiny
@@ -60,9 +60,9 @@ def test_a_step_has_the_loss_and_gradient_of_the_answers_alone(grid, tmp_path):
     expected = loss_of_answers(plain, step)
     expected.backward()
     norm = torch.nn.utils.get_total_norm([weight.grad for weight in plain.parameters()])
-    found = train_step(run, step)
-    assert found["loss"].item() == pytest.approx(expected.item(), rel=1e-5)
-    assert float(found["grad_norm"]) == pytest.approx(float(norm), rel=1e-4)
+    result = run.train_step(step)
+    assert result.loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert float(result.grad_norm) == pytest.approx(float(norm), rel=1e-4)
 
 
 def test_a_task_resumes_to_the_last_bit_and_not_with_other_problems(grid, tmp_path):
@@ -75,7 +75,9 @@ def test_a_task_resumes_to_the_last_bit_and_not_with_other_problems(grid, tmp_pa
     for kind, key in (("train", "loss"), ("train", "grad_norm"), ("valid", "loss")):
         first, second = records(straight, kind), records(broken, kind)
         assert first.keys() == second.keys()
-        assert [one[key] for one in first.values()] == [one[key] for one in second.values()]
+        assert [record[key] for record in first.values()] == [
+            record[key] for record in second.values()
+        ]
     weights = load_file(broken / "global_step4/model.safetensors")
     for name, tensor in load_file(straight / "global_step4/model.safetensors").items():
         assert torch.equal(weights[name], tensor), name
