@@ -110,6 +110,12 @@ class Forks:
         places = environments({}, ranks, free_port())
         return [self.start(*words, log=log, env=place) for place in places]
 
+    def run_ranks(self, ranks: int, *words: object, log: Path, timeout: float = 600) -> None:
+        """Run a script on so many ranks, none of which may fail."""
+        pids = self.start_ranks(ranks, *words, log=log)
+        statuses = [self.wait(pid, timeout) for pid in pids]
+        assert not any(statuses), log.read_text()
+
     def wait(self, pid: int, timeout: float = 600) -> int:
         """The exit status, when the script has ended; -9 if it was killed.
 

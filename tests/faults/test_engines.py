@@ -19,11 +19,6 @@ KINDS = [
 pytestmark = [pytest.mark.campaign, pytest.mark.distributed]
 
 
-def run(forks, ranks, log, words):
-    pids = forks.start_ranks(ranks, "train.py", *words, log=log)
-    assert not any([forks.wait(pid) for pid in pids]), log.read_text()
-
-
 def test_every_engine_is_continued_by_the_next_of_its_precision(forks, corpus, tmp_path):
     """Every run takes eight windows a step, and no dropout."""
 
@@ -39,7 +34,8 @@ def test_every_engine_is_continued_by_the_next_of_its_precision(forks, corpus, t
             f"data_path={corpus}",
             f"save={save}",
         ]
-        run(forks, ranks, save.with_suffix(".log"), tiny(*settings, *more))
+        log = save.with_suffix(".log")
+        forks.run_ranks(ranks, "train.py", *tiny(*settings, *more), log=log)
         return records(save)
 
     before = {kind: train(kind, tmp_path / f"run{place}") for place, kind in enumerate(KINDS)}
@@ -59,7 +55,7 @@ def test_damage_to_a_checkpoint_of_two_ranks_is_named(forks, corpus, tmp_path):
     """One rank resumes it, with as many windows in a step."""
     with damage.own_encoding(tmp_path):
         words = damage.words(corpus, tmp_path, "zero2")
-        run(forks, 2, tmp_path / "log", words)
+        forks.run_ranks(2, "train.py", *words, log=tmp_path / "log")
         batch = "train_micro_batch_size_per_gpu=8"
         outcomes = damage.found_by_use(corpus, tmp_path, "zero2", connect(), batch)
     assert len(outcomes) > 20

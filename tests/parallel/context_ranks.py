@@ -14,7 +14,7 @@ import torch
 
 from megatron.config import load
 from megatron.errors import UserError
-from megatron.model import GPT, from_config
+from megatron.model import GPT
 from megatron.parallel.context import context_of
 from megatron.parallel.grid import connect
 from megatron.positions import REGISTRY
@@ -59,18 +59,7 @@ def text(count: int, seed: int = 0) -> torch.Tensor:
 
 
 def model_of(words: list[str]) -> GPT:
-    torch.manual_seed(0)
-    model = from_config(load([], [*SHAPE, *words]), 61, END)
-    draw = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():  # so that no number of an encoding is at a special value
-        parameter.data += 0.05 * torch.randn(parameter.shape, generator=draw)
-    return model
-
-
-def gap(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The largest difference, beside the largest number."""
-    scale = theirs.abs().max().clamp(min=1e-3)
-    return float(((ours - theirs).abs().max() / scale).item())
+    return tensor_ranks.model_of(load([], [*SHAPE, *words]), END)
 
 
 def cases() -> Iterator[tuple[str, list[str]]]:
@@ -97,11 +86,11 @@ def compare_models(grid, results: dict) -> None:
             shared.context = context
             own_loss = shared(ids[:, :-1], ids[:, 1:], mean=True)
             own_loss.backward()
-            differences = [gap(grid.mean(own_loss.detach()), loss.detach())]
+            differences = [tensor_ranks.gap(grid.mean(own_loss.detach()), loss.detach())]
             for ours, theirs in zip(shared.parameters(), alone.parameters(), strict=True):
                 assert (ours.grad is None) == (theirs.grad is None)
                 if theirs.grad is not None:
-                    differences.append(gap(grid.mean(ours.grad), theirs.grad))
+                    differences.append(tensor_ranks.gap(grid.mean(ours.grad), theirs.grad))
             results["models"][f"{case}, {kind}"] = max(differences)
 
 

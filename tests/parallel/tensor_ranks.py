@@ -64,9 +64,9 @@ def windows(step: int, count: int) -> Tensor:
     return torch.randint(1, 61, (count, LENGTH + 1), generator=draw)
 
 
-def model_of(config: Config) -> GPT:
+def model_of(config: Config, end_of_document: int | None = None) -> GPT:
     torch.manual_seed(0)
-    model = from_config(config, 61)
+    model = from_config(config, 61, end_of_document)
     draw = torch.Generator().manual_seed(1)
     for parameter in model.parameters():  # so that no number of an encoding is at a special value
         parameter.data += 0.05 * torch.randn(parameter.shape, generator=draw)

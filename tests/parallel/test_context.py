@@ -14,7 +14,6 @@ from megatron.positions import REGISTRY, Shape
 from megatron.positions.base import Position
 from tests.encodings import SAMPLE
 from tests.parallel import context_ranks as ranks
-from tests.support import ROOT
 from tests.training.conftest import grid, records, tiny  # noqa: F401
 
 EXACT = 1e-5
@@ -26,10 +25,8 @@ REFUSED = {
 
 @pytest.mark.distributed
 def test_two_ranks_have_the_losses_and_gradients_of_one(forks, grid, tmp_path):  # noqa: F811
-    file, log = tmp_path / "found.json", tmp_path / "log"
-    script = ROOT / "tests" / "parallel" / "context_ranks.py"
-    pids = forks.start_ranks(2, script, file, log=log)
-    assert not any([forks.wait(pid) for pid in pids]), log.read_text()
+    file = tmp_path / "found.json"
+    forks.run_ranks(2, ranks.__file__, file, log=tmp_path / "log")
     results = json.loads(file.read_text())
     assert results["refused"].keys() == REFUSED
     computed = len(REGISTRY) - len(REFUSED) + len(ranks.OPTIONS)
@@ -57,10 +54,8 @@ def check_stages(results):
 @pytest.mark.distributed
 @pytest.mark.campaign
 def test_every_encoding_trains_at_every_stage_as_on_one_rank(forks, tmp_path):
-    file, log = tmp_path / "found.json", tmp_path / "log"
-    script = ROOT / "tests" / "parallel" / "context_ranks.py"
-    pids = forks.start_ranks(2, script, file, "stages", log=log)
-    assert not any([forks.wait(pid, timeout=3600) for pid in pids]), log.read_text()
+    file = tmp_path / "found.json"
+    forks.run_ranks(2, ranks.__file__, file, "stages", log=tmp_path / "log", timeout=3600)
     results = json.loads(file.read_text())["stages"]
     assert len(results) == 2 * 4 * (len(REGISTRY) - len(REFUSED))
     check_stages(results)
@@ -73,9 +68,8 @@ def test_a_run_goes_on_and_is_measured_with_other_ranks(forks, corpus, tmp_path)
     def run(script, save, load_from, ranks, *more):
         words = [f"data_path={corpus}", f"save={tmp_path / save}", "hidden_dropout=0"]
         words += [f"load={load_from}"] if load_from else []
-        log = tmp_path / "log"
-        pids = forks.start_ranks(ranks, script, *tiny(*words, "pos_emb=fox", *more), log=log)
-        assert not any([forks.wait(pid) for pid in pids]), log.read_text()
+        words = tiny(*words, "pos_emb=fox", *more)
+        forks.run_ranks(ranks, script, *words, log=tmp_path / "log")
         return tmp_path / save
 
     shared = ["context_parallel_size=2", "zero_optimization.stage=3"]
@@ -96,9 +90,7 @@ def test_a_run_goes_on_and_is_measured_with_other_ranks(forks, corpus, tmp_path)
         output = tmp_path / f"{ranks_of}.jsonl"
         words = ["--checkpoint", whole, "--output", output, "--lengths", "64", "255", "75"]
         words += ["eval_tokens=512", *more]
-        log = tmp_path / "log"
-        pids = forks.start_ranks(ranks_of, "evaluate.py", *words, log=log)
-        assert not any([forks.wait(pid) for pid in pids]), log.read_text()
+        forks.run_ranks(ranks_of, "evaluate.py", *words, log=tmp_path / "log")
         rows[ranks_of] = [json.loads(line) for line in output.read_text().splitlines()]
     for alone, together in zip(rows[1], rows[3], strict=True):
         assert math.isclose(alone["loss"], together["loss"], rel_tol=1e-6)

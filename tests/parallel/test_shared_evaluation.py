@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tests.checkpoints import make_checkpoint
+from tests.parallel import evaluation_ranks
 from tests.parallel.evaluation_ranks import results
-from tests.support import ROOT
 
 LARGE = "init_method_std=0.3"  # so that losses depend on the context
 FAILING = """
@@ -50,10 +50,8 @@ def test_rows_of_tasks_and_of_longppl_are_those_of_one_rank(forks, corpus, tmp_p
         }
 
     log, file = tmp_path / "log", tmp_path / "found.json"
-    script = ROOT / "tests" / "parallel" / "evaluation_ranks.py"
     words = json.dumps(written(cases | refused, "shared"))
-    pids = forks.start_ranks(2, script, file, words, log=log)
-    assert not any([forks.wait(pid) for pid in pids]), log.read_text()
+    forks.run_ranks(2, evaluation_ranks.__file__, file, words, log=log)
     together = json.loads(file.read_text())
     for name, rows in results(written(cases, "alone")).items():
         assert len(rows) == len(together[name]) == 2, together[name]

@@ -13,7 +13,6 @@ from megatron.positions.base import Position
 from megatron.training.loop import train
 from megatron.training.trainer import shares_of
 from tests.parallel import tensor_ranks as ranks
-from tests.support import ROOT
 from tests.training.conftest import grid, records, tiny  # noqa: F401
 
 EXACT = 1e-5
@@ -31,9 +30,7 @@ def test_ranks_that_share_layers_train_and_continue_as_one_does(forks, grid, cor
     train(ranks.recipe(corpus, whole, None, 9, twice), grid)
 
     file, log = tmp_path / "found.json", tmp_path / "log"
-    script = ROOT / "tests" / "parallel" / "tensor_ranks.py"
-    pids = forks.start_ranks(4, script, file, corpus, whole, tmp_path, log=log)
-    assert not any([forks.wait(pid) for pid in pids]), log.read_text()
+    forks.run_ranks(4, ranks.__file__, file, corpus, whole, tmp_path, log=log)
     results = json.loads(file.read_text())
 
     computed = results["differences"].keys() | results["refused"].keys()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megatron.config import Config, load
 from megatron.model import from_config
@@ -17,6 +18,8 @@ from tests.support import LAUNCHED, call
 
 VOCAB = 61
 MODEL = ["pos_emb=mep_param", "hidden_dropout=0.1"]
+SAME = {"loss", "grad_norm", "lr", "position", "tokens", "seq_length"}
+"""Numbers of a record that a run repeats."""
 
 
 @pytest.fixture(scope="session")
@@ -87,6 +90,22 @@ def interrupted(run: Path, step: int, folder: Path) -> Path:
             shutil.rmtree(path)
     (folder / "latest").write_text(f"global_step{step}")
     return folder
+
+
+def check_same(first: Path, second: Path, kind: str = "train") -> None:
+    """Records of a kind and weights of the last checkpoint are equal to the last bit.
+
+    Records hold the same numbers, but for those that a clock gives.
+    """
+    expected, compared = records(first, kind), records(second, kind)
+    assert expected.keys() == compared.keys()
+    for step, record in expected.items():
+        for key in record.keys() & SAME:
+            assert record[key] == compared[step][key], (step, key)
+    path = Path((first / "latest").read_text()) / "model.safetensors"
+    weights = load_file(second / path)
+    for name, tensor in load_file(first / path).items():
+        assert torch.equal(weights[name], tensor), name
 
 
 @pytest.fixture(scope="session")

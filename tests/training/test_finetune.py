@@ -18,7 +18,7 @@ from megatron.training.loop import train
 from megatron.training.optimizer import learning_rate
 from megatron.training.start import Saved, Start, match_weights
 from tests.checkpoints import make_checkpoint
-from tests.training.conftest import MODEL, copy_of, records, tiny
+from tests.training.conftest import MODEL, check_same, copy_of, records, tiny
 
 WEIGHTS = "model.safetensors"
 
@@ -68,11 +68,7 @@ def test_the_same_command_goes_on_after_a_kill_also_without_its_parent(
     assert with_parent(config) == begun
     shutil.rmtree(parent)
     train(config, grid)
-    first, second = records(straight), records(broken)
-    assert [first[step]["loss"] for step in first] == [second[step]["loss"] for step in first]
-    last = weights_at(broken, 4)
-    for name, weight in weights_at(straight, 4).items():
-        assert torch.equal(weight, last[name]), name
+    check_same(straight, broken)
     # Continued as its own run, it remembers whose child it is.
     paths = [f"data_path={corpus}", f"load={broken}", f"save={broken}"]
     alone = load([], tiny(*paths, "train_iters=5", "seed=7", *MODEL))

@@ -21,7 +21,7 @@ from megatron.training.optimizer import learning_rate
 from megatron.training.resume import continue_scale
 from megatron.training.resume import load as load_state
 from megatron.training.start import Saved, Start, with_schedule
-from tests.training.conftest import copy_of, interrupted, records, settings, tiny
+from tests.training.conftest import check_same, copy_of, interrupted, records, settings, tiny
 
 LLAMA = ["norm=rmsnorm", "activation=swiglu", "num_key_value_heads=2", "qk_norm=true"]
 DOCUMENTS = ["reset_attention_mask=true", "reset_position_ids=true", "eod_mask_loss=true"]
@@ -58,15 +58,8 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_last_bit(grid, corpu
     broken = interrupted(straight, 4, tmp_path / "broken")
     train(settings(corpus, broken, *how), grid)
     for kind, steps in (("train", {3, 6, 8}), ("valid", {4, 8})):
-        first, second = records(straight, kind), records(broken, kind)
-        assert first.keys() == second.keys() == steps
-        for step in first:
-            same = {"loss", "grad_norm", "lr", "position", "tokens", "seq_length"}
-            for key in first[step].keys() & same:
-                assert first[step][key] == second[step][key], (step, key)
-    weights = load_file(broken / "global_step8" / "model.safetensors")
-    for name, tensor in load_file(straight / "global_step8" / "model.safetensors").items():
-        assert torch.equal(weights[name], tensor), name
+        assert records(straight, kind).keys() == steps
+        check_same(straight, broken, kind)
 
 
 # --- pickles --------------------------------------------------------------------------------------
@@ -252,11 +245,7 @@ def test_the_same_command_goes_on_with_a_branch_after_a_kill_also_without_its_pa
     shutil.rmtree(parent)
     for _ in range(2):  # the second time nothing is left
         train(settings(corpus, broken, *words), grid)
-    first, second = records(straight), records(broken)
-    assert [first[step]["loss"] for step in first] == [second[step]["loss"] for step in first]
-    weights = load_file(broken / "global_step9" / "model.safetensors")
-    for name, tensor in load_file(straight / "global_step9" / "model.safetensors").items():
-        assert torch.equal(weights[name], tensor), name
+    check_same(straight, broken)
 
 
 def test_the_checkpoints_schedule_is_kept_if_that_is_said():

@@ -6,7 +6,6 @@ import shlex
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 
 from megatron.config import load
 from megatron.data.tasks import TaskText
@@ -16,7 +15,7 @@ from megatron.training.batches import Batches, open_text
 from megatron.training.loop import train
 from megatron.training.trainer import Trainer
 from tests.support import ROOT, call
-from tests.training.conftest import interrupted, records, tiny
+from tests.training.conftest import check_same, interrupted, tiny
 
 OWN = [word for word in tiny() if not word.startswith("tokenizer_type")]
 TASK = ["data_path=task:recall", "seq_length=24", "train_iters=4", "save_interval=2"]
@@ -72,15 +71,8 @@ def test_a_task_resumes_to_the_last_bit_and_not_with_other_problems(grid, tmp_pa
     with pytest.raises(UserError, match=r"has another train text than task:recall \(digest: "):
         train(settings(broken, "task_args.pairs=3"), grid)
     train(settings(broken), grid)
-    for kind, key in (("train", "loss"), ("train", "grad_norm"), ("valid", "loss")):
-        first, second = records(straight, kind), records(broken, kind)
-        assert first.keys() == second.keys()
-        assert [record[key] for record in first.values()] == [
-            record[key] for record in second.values()
-        ]
-    weights = load_file(broken / "global_step4/model.safetensors")
-    for name, tensor in load_file(straight / "global_step4/model.safetensors").items():
-        assert torch.equal(weights[name], tensor), name
+    check_same(straight, broken)
+    check_same(straight, broken, "valid")
 
 
 def test_the_commands_of_the_guide_run(grid, tmp_path, monkeypatch):
