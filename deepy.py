@@ -38,16 +38,6 @@ ON_THIS_MACHINE = ("evaluate.py", "generate.py")
 ONE_PROCESS = ("generate.py",)
 PURPOSES = {"train.py": "train", "evaluate.py": "evaluate"}
 HELP = {"-h", "--help"}
-FOR_OTHER_MACHINES = (
-    "hostfile",
-    "num_nodes",
-    "num_gpus",
-    "include",
-    "exclude",
-    "launcher",
-    "master_addr",
-    "master_port",
-)
 
 HOST = re.compile(r"(?:\w[\w.-]*@)?(\w[\w.:-]*)\s+slots=[1-9]\d{0,3}")
 LARGEST_HOSTFILE = 1_000_000  # bytes
@@ -250,8 +240,7 @@ def launch_on_many_machines(script: Path, words: Sequence[str], config: Config) 
 
 def launcher_words(script: Path, words: Sequence[str], config: Config) -> list[str]:
     """What DeepSpeed's launcher is given."""
-    values = {name: getattr(config.launch, name) for name in FOR_OTHER_MACHINES}
-    options = [f"--{name}={value}" for name, value in values.items() if value is not None]
+    options = [f"--{name}={value}" for name, value in config.launch if value is not None]
     return [*options, "--no_local_rank", str(script), *words]
 
 

@@ -176,29 +176,28 @@ def faults_of(path: Path, names: Collection[str] | None = None) -> list[str]:
         entries = record["files"]
     if names is not None:
         entries = {name: entry for name, entry in entries.items() if name in names}
-    faults = []
-    for name, entry in entries.items():
-        file = path / name
-        if not os.path.exists(file):
-            faults.append(f"{file}: is missing")
-            continue
-        if not file.is_file():
-            faults.append(f"{file}: is not a file")
-            continue
-        size, expected = file.stat().st_size, entry.get("bytes")
-        if expected is None and not size:
-            faults.append(f"{file}: is empty")
-        elif expected not in (None, size):
-            faults.append(f"{file}: has {size:,} bytes, {expected:,} were written")
+    files = [path / name for name in entries]
+    faults = [*filter(None, map(_wrong_size, files, entries.values()))]
     listed = {name for name in entries if Path(name).match(ENGINE_STATE)}
     if listed:  # weights alone have lost theirs on purpose
         existing = {file.name for file in path.glob(ENGINE_STATE)}
         faults += [f"{path}/{name}: is not of this checkpoint" for name in existing - listed]
     if not faults and is_verifiable(record):  # most damage costs no reading
         with ThreadPoolExecutor(THREADS) as pool:
-            files = (path / name for name in entries)
             faults += filter(None, pool.map(_wrong_content, files, entries.values()))
     return faults
+
+
+def _wrong_size(file: Path, entry: Mapping[str, Any]) -> str | None:
+    if not os.path.exists(file):
+        return f"{file}: is missing"
+    if not file.is_file():
+        return f"{file}: is not a file"
+    size = file.stat().st_size
+    expected = entry.get("bytes", size)
+    if size != expected:
+        return f"{file}: has {size:,} bytes, {expected:,} were written"
+    return None if size or entry else f"{file}: is empty"
 
 
 def _wrong_content(file: Path, entry: Mapping[str, Any]) -> str | None:

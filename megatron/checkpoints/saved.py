@@ -6,7 +6,6 @@ sweeps and evaluation agree on a run's parent, which counts for the configuratio
 
 import logging
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,20 +46,22 @@ def step_of(path: Path) -> int | None:
 
 def steps_in(run: Path) -> list[int]:
     """Steps of the checkpoints in a folder that have a checkpoint.json, ascending."""
-    return sorted(step for step, whole in _folders(run) if whole)
+    return [step for step, has_record in _folders(run).items() if has_record]
 
 
 def without_record(run: Path) -> list[int]:
     """Steps of folders that hold files, but have lost their checkpoint.json, ascending."""
-    return sorted(step for step, whole in _folders(run) if not whole)
+    return [step for step, has_record in _folders(run).items() if not has_record]
 
 
-def _folders(run: Path) -> Iterator[tuple[int, bool]]:
+def _folders(run: Path) -> dict[int, bool]:
     """The step of each folder global_stepN that holds files, and whether it has its record."""
+    folders = {}
     for path in run.glob("global_step*"):
         step = step_of(path)
         if step is not None and path.is_dir() and any(path.iterdir()):
-            yield step, (path / RECORD).exists()
+            folders[step] = (path / RECORD).exists()
+    return dict(sorted(folders.items()))
 
 
 def latest_step(run: Path) -> int | None:
@@ -74,8 +75,8 @@ def pointed(run: Path) -> tuple[int | None, str | None]:
     `latest` decides, also where newer checkpoints exist, so that a run can be set back by hand.
     The step may be that of a folder that has lost its checkpoint.json: whoever reads it says so.
     """
-    steps = sorted([*steps_in(run), *without_record(run)])
-    newest = steps[-1] if steps else None
+    steps = _folders(run)
+    newest = max(steps, default=None)
     pointer = run / "latest"
     if not os.path.lexists(pointer):
         return newest, None
@@ -108,11 +109,11 @@ def find(folder: str | Path, step: int | None = None) -> Path:
     for an empty place.
     """
     folder = Path(folder)
-    own_step = step_of(folder)
-    if own_step is not None and folder.is_dir() and any(folder.iterdir()):
-        if step not in (None, own_step):
+    folder_step = step_of(folder)
+    if folder_step is not None and folder.is_dir() and any(folder.iterdir()):
+        if step not in (None, folder_step):
             raise UserError(
-                f"checkpoint: {folder} is the one of step {own_step}, not of step {step}"
+                f"checkpoint: {folder} is the one of step {folder_step}, not of step {step}"
                 " - name the run's folder, or leave the step out"
             )
         return folder
@@ -122,11 +123,10 @@ def find(folder: str | Path, step: int | None = None) -> Path:
             " - train first, or set load to the folder that training saved to"
         )
     number = latest_step(folder) if step is None else step
-    existing = steps_in(folder)
-    if number in existing or number in without_record(folder):
-        return folder_of(folder, int(number))
+    if number is not None and number in _folders(folder):
+        return folder_of(folder, number)
     number = "N" if step is None else step
-    steps = ", ".join(map(str, existing)) or "none"
+    steps = ", ".join(map(str, steps_in(folder))) or "none"
     cure = "check load and the step"
     if any(next(folder.glob(pattern), None) for pattern in OF_OTHERS):
         cure = f"tools/import_checkpoint.py {folder} -o RUN brings in what other programs wrote"
