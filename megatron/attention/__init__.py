@@ -2,20 +2,24 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.attention.documents import TOGETHER, by_document, stretches_of
-from megatron.attention.eager import BlockScores, ScoreBias, eager
+from megatron.attention.eager import eager
 from megatron.attention.sdpa import sdpa
 from megatron.attention.self_check import check
+from megatron.attention.terms import BlockScores, Content, Terms, merge
 from megatron.attention.triton_kernel import refusal as triton_refusal
 from megatron.attention.triton_kernel import triton_attention
 from megatron.errors import UserError
 
-BACKENDS: dict[str, Callable[..., Tensor]] = {
+Backend = Callable[[Tensor, Tensor, Tensor, Terms], tuple[Tensor, Tensor | None]]
+"""From q, k, v and the terms: the output, and its lse where `needs_lse` asks for it."""
+BACKENDS: dict[str, Backend] = {
     "eager": eager,
     "sdpa": sdpa,
     "triton": triton_attention,
@@ -38,6 +42,7 @@ def attention(
     on_scores: Callable[[Tensor], Tensor] | None = None,
     score_bias: tuple[Tensor | None, Tensor] | None = None,
     block_scores: BlockScores | None = None,
+    sink: Tensor | None = None,
     backend: str = "auto",
     self_check: bool = True,
 ) -> Tensor:
@@ -54,9 +59,11 @@ def attention(
     index_bias(indices [queries], indices [keys]) -> [heads, queries, keys]: added, for a bias that
     depends on the indices themselves;
     on_scores [batch, heads, queries, keys] -> same: after all biases, where content decides;
-    score_bias (u, w): adds u·w by content, u [batch, heads, queries] or None for ones, w
-    [batch, heads, keys]; a last dimension of both is a rank above one. w may be float64;
+    score_bias (u, w): adds u·(w of the key - w of the query's own key), u [batch, heads, queries]
+    or None for ones, w [batch, heads, keys]; a last dimension of both is a rank above one. w may be
+    float64;
     block_scores: the scores themselves, in place of q·k/√head_dim (`Position.block_scores`);
+    sink [heads]: the score of one more key for every query, whose value is 0 (gpt-oss);
     backend: see `choose`;
     self_check: compare a compiled backend with the definition at its first use of a kind.
 
@@ -77,6 +84,8 @@ def attention(
             raise ValueError(
                 f"attention: {table_name} {list(table.shape)} must be [{heads}, at least {keys}]"
             )
+    if sink is not None and list(sink.shape) != [heads]:
+        raise ValueError(f"attention: sink {list(sink.shape)} must be [{heads}]")
     expected = [k.shape[0], keys]
     if segments is not None and list(segments.shape) != expected:
         raise ValueError(f"attention: segments {list(segments.shape)} must be {expected}")
@@ -95,43 +104,56 @@ def attention(
         if length is not None and length < 1:
             raise UserError(f"{key}: {length} must be at least 1, or left out")
 
-    content = ScoreBias.of(score_bias)
+    terms = Terms(
+        bias,
+        weight,
+        window,
+        chunk,
+        segments,
+        index_bias,
+        on_scores,
+        Content.of(score_bias, q.shape[2]),
+        block_scores,
+        sink,
+        needs_lse=sink is not None,
+    )
+    return attend(q, k, v, terms, backend, self_check=self_check)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, terms: Terms, backend: str = "auto", *, self_check: bool = True
+) -> Tensor:
+    """`attention`, with its options as a record."""
+    content, segments = terms.content, terms.segments
     needs = Needs(
         q,
-        tables=bias is not None or weight is not None,
-        masked=window is not None or chunk is not None or segments is not None,
-        index_bias=index_bias is not None,
-        on_scores=on_scores is not None,
-        block_scores=block_scores is not None,
-        content_rank=0 if content is None else content.w.shape[3],
+        tables=terms.bias is not None or terms.weight is not None,
+        masked=terms.window is not None or terms.chunk is not None or segments is not None,
+        index_bias=terms.index_bias is not None,
+        on_scores=terms.on_scores is not None,
+        block_scores=terms.scores is not None,
+        content_rank=0 if content is None else content.rank,
         narrow_values=k.shape != v.shape,
     )
     name = choose(backend, needs).backend
-    options: dict[str, Any] = {"weight": weight, "window": window}
+    compiling = torch.compiler.is_compiling()
     # On the CPU a call for each document costs little. Chunks are counted from the window's start,
     # and a compiler would begin anew for each batch.
     one_by_one = name == "sdpa" and k.device.type == "cpu" and k.shape[2] > TOGETHER
-    one_by_one = one_by_one and chunk is None and block_scores is None
-    one_by_one = one_by_one and not torch.compiler.is_compiling()
+    one_by_one = one_by_one and terms.chunk is None and terms.scores is None and not compiling
     if segments is not None and one_by_one:
         rows = stretches_of(segments)
         if rows is not None:
-            more = {"index_bias": index_bias, "score_bias": score_bias, "backend": name, **options}
-            return by_document(attention, q, k, v, bias, rows, segments=segments, **more)
-
-    options |= {"chunk": chunk, "segments": segments}
-    if content is not None:
-        options["score_bias"] = content
-    if self_check and name not in TRUSTED and not torch.compiler.is_compiling():
-        tensors = {"q": q, "k": k, "v": v, "bias": bias, "weight": weight}
-        tensors |= {} if content is None else {"u": content.u, "w": content.w}
-        check(name, BACKENDS[name], tensors, window, chunk, segments)
-    options["index_bias"] = index_bias
-    if on_scores is not None:
-        options["on_scores"] = on_scores
-    if block_scores is not None:
-        options["block_scores"] = block_scores
-    return BACKENDS[name](q, k, v, bias, **options)
+            return by_document(partial(attend, backend=name), (q, k, v), terms, rows)
+    if self_check and name not in TRUSTED and not compiling:
+        check(name, BACKENDS[name], q, k, v, terms=terms)
+    out, lse = BACKENDS[name](q, k, v, terms)
+    if terms.sink is None:
+        return out
+    assert lse is not None
+    # A key more, whose score is the sink and whose value is 0.
+    sink_lse = terms.sink.to(lse.dtype)[:, None].expand_as(lse)
+    return merge(out, lse, torch.zeros_like(out), sink_lse)[0]
 
 
 @dataclass(frozen=True)
@@ -174,7 +196,7 @@ def joined(choices: Sequence[Choice]) -> Choice:
     if len(distinct) == 1:
         return distinct[0]
     backends = list(dict.fromkeys(choice.backend for choice in distinct))
-    reasons = [f"{one.backend}, {one.reason}" for one in distinct if one.reason is not None]
+    reasons = [f"{choice.backend}, {choice.reason}" for choice in distinct if choice.reason]
     return Choice(" and ".join(backends), "; ".join(reasons) or None)
 
 
@@ -186,8 +208,8 @@ def choose(backend: str, needs: Needs) -> Choice:
     if backend == "auto":
         return _best(needs)
     if backend not in BACKENDS:
-        known = ", ".join(["auto", *BACKENDS])
-        raise UserError(f"attention_backend: {backend!r} is not known; choose from {known}")
+        names = ", ".join(["auto", *BACKENDS])
+        raise UserError(f"attention_backend: {backend!r} is not known; choose from {names}")
     reason = refusal(backend, needs)
     if reason is not None:
         other = "eager" if needs.on_scores else "auto or sdpa"

@@ -1,14 +1,16 @@
 """Attention document by document: what a mask would leave out is not computed."""
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron.attention.terms import Content, Terms
+
 TOGETHER = 256
 """Tokens up to which neighbouring documents are computed together, under a mask."""
-IndexBias = Callable[[Tensor, Tensor], Tensor]
 
 
 class Stretch(NamedTuple):
@@ -50,72 +52,48 @@ def _joined(sizes: list[int]) -> Iterator[Stretch]:
 
 
 def by_document(
-    attend: Callable[..., Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
+    attend: Callable[[Tensor, Tensor, Tensor, Terms], Tensor],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    terms: Terms,
     rows: list[list[Stretch]],
-    *,
-    segments: Tensor,
-    index_bias: IndexBias | None,
-    score_bias: tuple[Tensor | None, Tensor] | None,
-    **options: Any,
 ) -> Tensor:
-    """`attend` on each stretch by itself; see megatron.attention.attention for the arguments.
+    """`attend` on each stretch of q, k and v by itself.
 
-    rows: of `stretches_of(segments)`
+    rows: of `stretches_of(terms.segments)`
     """
+    q, k, _ = tensors
     if all(len(stretches) == 1 and stretches[0].is_one for stretches in rows):
-        more = {"index_bias": index_bias, "score_bias": score_bias, **options}
-        return attend(q, k, v, bias, segments=None, **more)
-    keys = k.shape[2]
-    before = keys - q.shape[2]  # keys without a query, of a cached text
-    u, w = (None, None) if score_bias is None else score_bias
+        return attend(*tensors, replace(terms, segments=None))
+    before = k.shape[2] - q.shape[2]  # keys without a query, of a cached text
     outputs = []
     for number, stretches in enumerate(rows):
-        row = slice(number, number + 1)
-        of_keys = [one.length for one in stretches]
-        of_queries = [max(0, one.end - max(one.start, before)) for one in stretches]
+        text = slice(number, number + 1)
+        key_counts = [stretch.length for stretch in stretches]
+        query_counts = [max(0, piece.end - max(piece.start, before)) for piece in stretches]
+        counts = (query_counts, key_counts, key_counts)
         # Parts of a split: their gradients are joined once, those of slices would be added.
-        parts = zip(
-            stretches,
-            q[row].split(of_queries, dim=2),
-            k[row].split(of_keys, dim=2),
-            v[row].split(of_keys, dim=2),
-            segments[row].split(of_keys, dim=1),
-            _parts(None if u is None else u[row], of_queries),
-            _parts(None if w is None else w[row], of_keys),
-            strict=True,
-        )
+        parts = [x[text].split(sizes, dim=2) for x, sizes in zip(tensors, counts, strict=True)]
+        content = _content_parts(terms.content, text, query_counts, key_counts)
         outputs_of_row = []
-        for one, queries, its_keys, values, numbers, its_u, its_w in parts:
-            if not queries.shape[2]:
+        for piece, own_content, *own in zip(stretches, content, *parts, strict=True):
+            if not own[0].shape[2]:
                 continue
-            out = attend(
-                queries,
-                its_keys,
-                values,
-                bias,
-                segments=None if one.is_one else numbers,
-                index_bias=_moved(index_bias, one.start),
-                score_bias=None if its_w is None else (its_u, its_w),
-                **options,
+            own_terms = replace(terms, content=None).part(
+                slice(None), slice(piece.start, piece.end), text
             )
-            outputs_of_row.append(out)
+            segments = None if piece.is_one else own_terms.segments
+            own_terms = replace(own_terms, content=own_content, segments=segments)
+            outputs_of_row.append(attend(*own, own_terms))
         outputs.append(torch.cat(outputs_of_row, dim=2))
     return torch.cat(outputs)
 
 
-def _parts(x: Tensor | None, sizes: list[int]) -> list[Tensor | None]:
-    """[1, heads, length or 1, …] along its length; the same one for all where that is 1."""
-    if x is None or x.shape[2] < sum(sizes):
-        return [x] * len(sizes)
-    return list(x.split(sizes, dim=2))
-
-
-def _moved(index_bias: IndexBias | None, start: int) -> IndexBias | None:
-    """The bias by indices of the whole text, for indices that begin at `start`."""
-    if index_bias is None:
-        return None
-    return lambda queries, keys: index_bias(queries + start, keys + start)
+def _content_parts(
+    content: Content | None, text: slice, queries: list[int], keys: list[int]
+) -> Sequence[Content | None]:
+    """The content of the stretches of a text, whose queries and keys are so many."""
+    if content is None:
+        return [None] * len(keys)
+    u = [None] * len(keys) if content.u is None else content.u[text].split(queries, dim=2)
+    split = u, content.w[text].split(keys, dim=2), content.own[text].split(queries, dim=2)
+    return [Content(*factors) for factors in zip(*split, strict=True)]

@@ -19,7 +19,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from megatron.attention.scope import Inputs, QueryBlock
+from megatron.attention.scope import QueryBlock
+from megatron.attention.terms import Terms
 
 GRAIN = 128
 """Queries that begin at the same key, and keys that are skipped together."""
@@ -38,12 +39,12 @@ def groups_of_heads(
 
     most: scores of one sequence that a group of more than one head may have
     """
-    of_heads = [0] * heads
+    starts = [0] * heads
     if firsts is not None:
         grains = firsts[block.start // GRAIN : (block.end - 1) // GRAIN + 1]
-        of_heads = [min(of_head) for of_head in zip(*grains, strict=True)]
+        starts = [min(starts_of_head) for starts_of_head in zip(*grains, strict=True)]
     head = 0
-    for first, same in groupby(of_heads):
+    for first, same in groupby(starts):
         part = block.from_key(first)
         end = head + len(list(same))
         step = heads if most is None else max(1, most // (part.rows * part.columns))
@@ -53,76 +54,72 @@ def groups_of_heads(
             head = group.stop
 
 
-def first_keys(inputs: Inputs) -> FirstKeys | None:
+def first_keys(q: Tensor, k: Tensor, terms: Terms) -> FirstKeys | None:
     """The first keys that count, or None if nothing can be or asking would cost more."""
-    q, k, scope, score_bias = inputs.q, inputs.k, inputs.scope, inputs.score_bias
-    too_small = scope.keys < FEWEST_KEYS or scope.queries < GRAIN
-    without_bound = inputs.weight is not None or inputs.index_bias is not None
-    if too_small or without_bound or not inputs.on_cpu or torch.compiler.is_compiling():
+    queries, keys, content = q.shape[2], k.shape[2], terms.content
+    too_small = keys < FEWEST_KEYS or queries < GRAIN
+    without_bound = terms.weight is not None or terms.scores is not None
+    if too_small or without_bound or q.device.type != "cpu" or torch.compiler.is_compiling():
         return None
     wide = torch.promote_types(q.dtype, torch.float32)
     # e to the power of minus this is 0, also after rounding: 105 for float32.
     numbers = torch.finfo(wide)
     gap = 1 - math.log(numbers.smallest_normal) - math.log(numbers.eps) + math.log(2)
     most_beyond = None  # the greatest bias at a distance and beyond, less that at 0: [heads, keys]
-    if inputs.bias is not None:
-        bias = inputs.bias.detach()[:, : scope.keys].to(wide)
+    if terms.bias is not None:
+        bias = terms.bias.detach()[:, :keys].to(wide)
         most_beyond = bias.flip(1).cummax(1).values.flip(1) - bias[:, :1]
     # Whether the table alone puts some key far enough below another.
     falls = most_beyond is not None and bool(most_beyond[:, -1].min() < -gap)
-    if score_bias is None and not falls:
+    if content is None and not falls:
         return None
 
     # The most that a product of a query exceeds that with its own key, and a rounding more. The
     # product with the own key would give a closer bound, at twice the cost.
-    of_queries = torch.linalg.vector_norm(q.detach(), dim=-1, dtype=wide)
-    of_keys = torch.linalg.vector_norm(k.detach(), dim=-1, dtype=wide)
-    both = of_queries * (of_keys.amax(2, keepdim=True) + of_keys[:, :, scope.before :])
+    query_norms = torch.linalg.vector_norm(q.detach(), dim=-1, dtype=wide)
+    key_norms = torch.linalg.vector_norm(k.detach(), dim=-1, dtype=wide)
+    both = query_norms * (key_norms.amax(2, keepdim=True) + key_norms[:, :, keys - queries :])
     # Each of two products is rounded by at most head_dim units in the last place.
     rounding = 4 * (q.shape[-1] + 8) * numbers.eps
     excess = both * (1 + rounding) / math.sqrt(q.shape[-1])
     excess = _in_grains(excess)  # [batch, heads, grains, GRAIN]
-    first_queries = torch.arange(scope.before, scope.keys, GRAIN)  # of grains, among all keys
-    if score_bias is None:
-        assert most_beyond is not None
-        largest = excess.amax((0, 3))  # [heads, grains]
-        nearest_skipped = torch.searchsorted(-most_beyond, largest + gap, right=True)
-        firsts = (first_queries + 1 - nearest_skipped).mT
-    else:  # the keys before GRAIN, 2 GRAIN, … have bounds
-        w = score_bias.w.detach()
-        near = _in_grains(w[:, :, scope.before :])  # [batch, heads, grains, GRAIN, rank]
+    first_queries = torch.arange(keys - queries, keys, GRAIN)  # of grains, among all keys
+    boundaries = torch.arange(1, keys // GRAIN + 1) * GRAIN  # the keys before them have bounds
+    u = origin = most_w = least_w = None
+    if content is not None:
+        w = content.w.detach()
+        near = _in_grains(content.own.detach())  # [batch, heads, grains, GRAIN, rank]
         origin = near[:, :, :, -1:]  # w of a grain's last key: large sums say little by themselves
         near = near - origin
         # Greatest and least w of the keys before each boundary: [batch, heads, boundaries, rank].
-        whole = w.shape[2] // GRAIN * GRAIN
-        in_grains = w[:, :, :whole].unflatten(2, (-1, GRAIN))
+        in_grains = w[:, :, : len(boundaries) * GRAIN].unflatten(2, (-1, GRAIN))
         most_w, least_w = in_grains.amax(3).cummax(2).values, in_grains.amin(3).cummin(2).values
-        u = None
-        if score_bias.u is not None:
-            u = _in_grains(score_bias.u.detach()).to(near.dtype)
+        if content.u is not None:
+            u = _in_grains(content.u.detach()).to(near.dtype)
             near = u * near
-        beyond_own_key = (excess - near.sum(-1)).amax(3)  # [batch, heads, grains]
+        excess = excess - near.sum(-1)
+    beyond_own_key = excess.amax(3)  # [batch, heads, grains]
 
-        boundaries = torch.arange(1, most_w.shape[2] + 1) * GRAIN
-        firsts_of_parts = []
-        for grains in torch.arange(len(first_queries)).split(GRAINS_AT_ONCE):
-            most = most_w[:, :, None] - origin[:, :, grains]
+    firsts = []
+    for grains in torch.arange(len(first_queries)).split(GRAINS_AT_ONCE):
+        most = beyond_own_key[:, :, grains, None]
+        if most_w is not None and least_w is not None and origin is not None:
+            most_content = most_w[:, :, None] - origin[:, :, grains]
             if u is not None:  # the greatest product of a query's u and a w between the bounds
                 least = least_w[:, :, None] - origin[:, :, grains]
-                of_grains = u[:, :, grains]
-                extremes = (of_grains.amax(3, keepdim=True), of_grains.amin(3, keepdim=True))
-                products = [one * bound for one in extremes for bound in (most, least)]
-                most = torch.stack(products).amax(0)
-            most = (beyond_own_key[:, :, grains, None] + most.sum(-1)).amax(0)
-            distance = first_queries[grains, None] + 1 - boundaries  # of the last key before
-            if most_beyond is not None:
-                most = most + most_beyond[:, distance.clamp(min=0)]
-            skipped = (most < -gap) & (distance > 0)  # [heads, grains, boundaries]
-            firsts_of_parts.append(skipped.sum(2).mT * GRAIN)
-        firsts = torch.cat(firsts_of_parts)
-    # [grains, heads]; heads that begin together are computed together.
-    rounded = (firsts // GRAIN * GRAIN).clamp(min=0)
-    return rounded.tolist() if rounded.any() else None
+                factors = u[:, :, grains]
+                extremes = factors.amax(3, keepdim=True), factors.amin(3, keepdim=True)
+                products = [end * bound for end in extremes for bound in (most_content, least)]
+                most_content = torch.stack(products).amax(0)
+            most = most + most_content.sum(-1)
+        most = most.amax(0)
+        distance = first_queries[grains, None] + 1 - boundaries  # of the last key before
+        if most_beyond is not None:
+            most = most + most_beyond[:, distance.clamp(min=0)]
+        skipped = (most < -gap) & (distance > 0)  # [heads, grains, boundaries]
+        firsts.append(skipped.sum(2).mT * GRAIN)
+    starts = torch.cat(firsts)  # [grains, heads]
+    return starts.tolist() if starts.any() else None
 
 
 def _in_grains(x: Tensor) -> Tensor:

@@ -5,19 +5,16 @@ starts one element later (a Hankel matrix, strides (·, 1, 1)). So no bias is co
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.attention.eager import ScoreBias, mask
+from megatron.attention.terms import Terms
 
 BLOCK, BACKWARD_BLOCK = 256, 128  # queries
-EXACT_SPREAD = 256
-"""Up to here, float32 holds a difference with an error of at most 8e-6."""
-LEAST_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -26,8 +23,12 @@ class Scope:
 
     queries: int
     keys: int
-    window: int | None
-    chunk: int | None
+    window: int | None = None
+    chunk: int | None = None
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, terms: Terms) -> "Scope":
+        return cls(q.shape[2], k.shape[2], terms.window, terms.chunk)
 
     @property
     def before(self) -> int:
@@ -52,31 +53,29 @@ class Scope:
             yield QueryBlock(start, end, first_key, end_key, offset)
             start = end
 
-    def reversed(self, table: Tensor, outside: float, dtype: torch.dtype) -> Tensor:
-        """The table from its farthest distance: [heads, >= keys] -> [heads, keys + BLOCK - 1].
-
-        outside: the value at distances beyond the window and of keys after the query
-        """
-        window = self.keys if self.window is None else min(self.window, self.keys)
-        farthest_first = table[:, :window].to(dtype).flip(1)
-        return F.pad(farthest_first, (self.keys - window, BLOCK - 1), value=outside)
-
-    def reversed_tables(
-        self, bias: Tensor | None, weight: Tensor | None, k: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def reversed_tables(self, terms: Terms, k: Tensor) -> tuple[Tensor, Tensor | None]:
         """Bias and weight as `QueryBlock.view` reads them, in float32 or wider.
 
-        Without a bias, zeros that all heads share: [1, …].
+        [heads, >= keys] -> [heads, keys + BLOCK - 1], from the farthest distance on. Without a
+        bias, zeros that all heads share: [1, …].
         """
         wide = torch.promote_types(k.dtype, torch.float32)
+        window = self.keys if self.window is None else min(self.window, self.keys)
+        bias = terms.bias
         if bias is None:
             bias = torch.zeros(1, self.keys, device=k.device)
-        reversed_bias = self.reversed(bias, -math.inf, wide)
-        reversed_weight = None if weight is None else self.reversed(weight, 0.0, wide)
-        return reversed_bias, reversed_weight
+        tables = []
+        # Values at distances beyond the window, and of keys after the query.
+        for table, outside in ((bias, -math.inf), (terms.weight, 0.0)):
+            if table is not None:
+                farthest_first = table[:, :window].to(wide).flip(1)
+                room = (self.keys - window, BLOCK - 1)
+                table = F.pad(farthest_first, room, value=outside)
+            tables.append(table)
+        return tables[0], tables[1]
 
     def restored(self, reversed: Tensor | None, table: Tensor | None) -> Tensor | None:
-        """The adjoint of `reversed`: values of the same shape and dtype as `table`."""
+        """The adjoint of `reversed_tables`: values of the same shape and dtype as `table`."""
         if reversed is None or table is None:
             return None
         nearest_first = reversed[:, : self.keys].flip(1)
@@ -141,98 +140,12 @@ class QueryBlock:
         moved = flat.view(heads, batch, rows, distances)
         table[:, self.offset : self.offset + distances].add_(moved.sum((1, 2)))
 
-    def indices(self, scope: Scope, device: torch.device) -> tuple[Tensor, Tensor]:
+    def indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Indices of the queries, the last one first, and of the keys."""
-        first = scope.before + self.start
-        last = scope.before + self.end - 1
-        query = torch.arange(last, first - 1, -1, device=device)
-        key = torch.arange(self.first_key, self.end_key, device=device)
-        return query, key
-
-    def mask(self, scope: Scope, segments: Tensor) -> Tensor:
-        """True for keys after the query or of another document: [batch, 1, rows, columns] bool.
-
-        Rows are ordered as in `view`.
-        """
-        query, key = self.indices(scope, segments.device)
-        return mask(query, key, None, None, segments)
+        query = torch.arange(self.end_key - 1, self.end_key - self.rows - 1, -1, device=device)
+        return query, torch.arange(self.first_key, self.end_key, device=device)
 
 
 def of_heads(table: Tensor, heads: slice) -> Tensor:
     """The rows of these heads, or the one that all heads share."""
     return table if table.shape[0] == 1 else table[heads]
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """The arguments of `megatron.attention.attention`; scope: its lengths, window and chunk."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor | None
-    weight: Tensor | None
-    segments: Tensor | None
-    scope: Scope
-    index_bias: Callable[[Tensor, Tensor], Tensor] | None = None
-    score_bias: ScoreBias | None = None
-
-    @classmethod
-    def of(
-        cls,
-        scope: Scope,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        weight: Tensor | None,
-        segments: Tensor | None,
-        u: Tensor | None,
-        w: Tensor | None,
-    ) -> "Inputs":
-        """With u and w of a bias by content."""
-        score_bias = None if w is None else ScoreBias(u, w)
-        return cls(q, k, v, bias, weight, segments, scope, score_bias=score_bias)
-
-    @property
-    def on_cpu(self) -> bool:
-        return self.q.device.type == "cpu"
-
-    @property
-    def content_alone(self) -> bool:
-        """Whether a bias by content is all that is added under the causal mask.
-
-        In half precision only numbers for each key are: as a feature of a query, u would be
-        rounded.
-        """
-        if self.score_bias is None or not self.on_cpu:
-            return False
-        scope = self.scope
-        options = (self.bias, self.weight, self.segments, self.index_bias)
-        if any(option is not None for option in (*options, scope.window, scope.chunk)):
-            return False
-        return self.score_bias.u is None or self.q.dtype in (torch.float32, torch.float64)
-
-    def exact_rows(self, most: int) -> int:
-        """How many queries a block may have: at most `most`.
-
-        In a block, float32 holds the differences of u·w from that of its last token. Where they
-        are large, it loses digits, unless the block is small.
-        """
-        if self.score_bias is None:
-            return most
-        rows = most
-        while rows > LEAST_ROWS:
-            # The largest product, at most, of the queries of a block and their own keys.
-            spread = 0.0
-            for block in Scope(self.scope.queries, self.scope.keys, None, None).blocks(rows):
-                own_keys = slice(block.end_key - block.rows, block.end_key)
-                u, w = self.score_bias.relative(block.queries, own_keys, self.score_bias.w.dtype)
-                largest = w.abs().amax(2)
-                if u is not None:
-                    largest = largest * u.abs().amax(2)
-                spread = max(spread, float(largest.sum(-1).max()))
-            if spread <= EXACT_SPREAD:
-                break
-            rows //= 2
-        return rows

@@ -1,12 +1,16 @@
-"""Attention through torch's scaled_dot_product_attention, with a bias in blocks of queries.
+"""Attention in blocks of queries, on torch's kernels, with gradients in memory that grows with
+length.
 
 Blocks read the distance table in place, so no bias is copied. Keys that no query of the block
 attends to are skipped (`scope`), as are those that would get nothing (`first_keys`). Nothing of
-size queries · keys ever exists: gradients are recomputed block by block (`blocked_gradients`).
+size queries · keys ever exists: gradients compute the scores again, block by block, and add up in a
+fixed order. A tile is a block of queries and some heads. Its scores are read and written by several
+passes, so tiles are as large as a core's cache.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,219 +19,466 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.attention.blocked_gradients import gradients
-from megatron.attention.eager import BlockScores, ScoreBias, product
+from megatron.attention.eager import attended
 from megatron.attention.first_keys import FirstKeys, first_keys, groups_of_heads
-from megatron.attention.moved import attend_moved
-from megatron.attention.scope import BLOCK, Inputs, Scope, of_heads
+from megatron.attention.scope import BACKWARD_BLOCK, BLOCK, QueryBlock, Scope, of_heads
+from megatron.attention.terms import Content, Terms, mask, merge, product
 
 MOST_SCORES = 2**23
 """Scores that exist at once where a view of the table is not enough: 32 MiB."""
 CACHED_SCORES = 2**18
-"""Scores of some heads that a core fills and reads at once: 1 MiB, as its cache."""
+"""Scores of some heads that a core fills and reads at once: 1 MiB, as its cache. Twice as many took
+1.2 times as long at 512."""
 # cuDNN's kernel has given NaN gradients under a mask (pytorch#196678).
 KERNELS_WITH_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 LARGE_BLOCK = 1024
 """Queries of a block for which torch's kernel is fastest where a bias is by content alone."""
+EXACT_SPREAD = 256
+"""Up to here, float32 holds a difference with an error of at most 8e-6."""
+LEAST_ROWS = 16
+Scores = tuple[Tensor, Tensor, Tensor]
+"""far_q, far_k and the scores of the block's own keys, as `Position.block_scores` has them."""
 
 
-def sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    *,
-    weight: Tensor | None,
-    window: int | None,
-    chunk: int | None,
-    segments: Tensor | None,
-    index_bias: Callable[[Tensor, Tensor], Tensor] | None,
-    score_bias: ScoreBias | None = None,
-    block_scores: BlockScores | None = None,
-) -> Tensor:
+def sdpa(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor | None]:
     """See megatron.attention.attention.
 
     Memory grows with length; with an index_bias that learns, with queries · keys.
     """
     queries, keys = q.shape[2], k.shape[2]
-    if window is not None and window >= keys:
-        window = None  # it masks nothing
-    if chunk is not None and 2 * chunk >= keys:
-        chunk = None
-    if block_scores is not None:
-        more = {"weight": weight, "window": window, "chunk": chunk, "segments": segments}
-        more |= {"index_bias": index_bias, "score_bias": score_bias}
-        return attend_moved(q, k, v, bias, block_scores, **more)
-    options = (bias, weight, window, chunk, segments, index_bias, score_bias)
-    plain_causal = all(option is None for option in options)
-    if plain_causal:
-        if queries == keys:
-            return _fused(q, k, v, is_causal=True)
-        if queries == 1:
-            return _fused(q, k, v, is_causal=False)
-    scope = Scope(queries, keys, window, chunk)
-    inputs = Inputs(q, k, v, bias, weight, segments, scope, index_bias, score_bias)
+    if terms.window is not None and terms.window >= keys:
+        terms = replace(terms, window=None)  # it masks nothing
+    if terms.chunk is not None and 2 * terms.chunk >= keys:
+        terms = replace(terms, chunk=None)
+    added = terms.content is not None or terms.scores is not None
+    if terms.is_causal_alone and not added and not terms.needs_lse and queries in (1, keys):
+        return _fused(q, k, v, is_causal=queries == keys), None
     # Torch's kernel under autograd is faster than our gradients for a frozen table in half
     # precision: 1.1 times as long as without a bias at 2048 and 4096, ours 1.3 times.
-    frozen = bias is None or not bias.requires_grad
-    fused = frozen and weight is None and segments is None and score_bias is None
-    fused = fused and q.dtype in (torch.float16, torch.bfloat16)
+    frozen = terms.bias is None or not terms.bias.requires_grad
+    fused = frozen and terms.weight is None and terms.segments is None and not added
+    fused = fused and not terms.needs_lse and q.dtype in (torch.float16, torch.bfloat16)
     # Only autograd finds the parameters of an index bias.
-    if index_bias is not None or fused:
-        return in_blocks(inputs)
-    u, w = (None, None) if score_bias is None else (score_bias.u, score_bias.w)
-    return Blocked.apply(scope, q, k, v, bias, weight, segments, u, w)
+    if terms.index_bias is not None or fused:
+        return tiles(q, k, v, terms, None)
+    function, tensors = terms.scores or (None, ())
+    rest = replace(terms.with_tensors(), scores=None)
+    out, lse = Tiled.apply(rest, function, q, k, v, *terms.tensors, *tensors)
+    return out, lse
+
+
+class Tiled(torch.autograd.Function):
+    """`tiles`, without index_bias, whose gradients take memory in proportion to length."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, terms: Terms, function: Callable | None, *tensors: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        q, k, v, inputs = _rebuilt(terms, function, tensors)
+        ctx.terms, ctx.function, ctx.firsts = terms, function, first_keys(q, k, inputs)
+        ctx.set_materialize_grads(False)
+        with torch.autocast(q.device.type, enabled=False):
+            out, lse = tiles(q, k, v, inputs, ctx.firsts)
+        ctx.save_for_backward(*tensors, out)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        *tensors, out = ctx.saved_tensors
+        wants = ctx.needs_input_grad[2:]
+        tensors[8:] = [
+            x.detach().requires_grad_(needed)
+            for x, needed in zip(tensors[8:], wants[8:], strict=True)
+        ]
+        q, k, v, inputs = _rebuilt(ctx.terms, ctx.function, tensors)
+        dout = torch.zeros_like(out) if dout is None else dout
+        found = gradients(q, k, v, inputs, ctx.firsts, out, dout, dlse, wants)
+        return None, None, *found, *(leaf.grad for leaf in tensors[8:])
+
+
+def _rebuilt(
+    terms: Terms, function: Callable | None, tensors: Sequence[Any]
+) -> tuple[Tensor, Tensor, Tensor, Terms]:
+    """q, k, v and the terms from what `Tiled` was given."""
+    q, k, v = tensors[:3]
+    scores = None if function is None else (function, tensors[8:])
+    return q, k, v, replace(terms.with_tensors(*tensors[3:8]), scores=scores)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """torch's kernel. On the CPU it takes values as wide as keys alone, and others without it."""
-    features, wider = v.shape[-1], k.shape[-1] - v.shape[-1]
-    if wider == 0 or q.device.type != "cpu":
+    if k.shape[-1] == v.shape[-1] or q.device.type != "cpu":
         return F.scaled_dot_product_attention(q, k, v, **options)
-    padded = F.pad(v, (0, wider))
-    return F.scaled_dot_product_attention(q, k, padded, **options)[..., :features]
+    out = F.scaled_dot_product_attention(q, k, _as_wide(v, k), **options)
+    return out[..., : v.shape[-1]]
 
 
-def in_blocks(inputs: Inputs, firsts: FirstKeys | None = None) -> Tensor:
+def _kernel(
+    q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """torch's kernel on the CPU without autograd: output and lse."""
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    inputs = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, _as_wide(v, k))]
+    out, lse = attend(*inputs, attn_mask=added, **options)
+    return out[..., : v.shape[-1]], lse
+
+
+def _as_wide(x: Tensor, keys: Tensor) -> Tensor:
+    """x with zeros as further features, because torch's kernel takes keys and values alike."""
+    more = keys.shape[-1] - x.shape[-1]
+    return F.pad(x, (0, more)) if more else x
+
+
+def tiles(
+    q: Tensor, k: Tensor, v: Tensor, terms: Terms, firsts: FirstKeys | None
+) -> tuple[Tensor, Tensor | None]:
     """See megatron.attention.attention. Under autograd every block's scores are kept."""
     recorded = torch.is_grad_enabled()
-    content, scope = inputs.score_bias, inputs.scope
-    if content is not None and inputs.content_alone and not recorded:
-        return attend_by_content(inputs, content, firsts)
-    q, k, v = inputs.q, inputs.k, inputs.v
+    content, on_cpu = terms.content, q.device.type == "cpu"
+    scope = _scope_of(q, k, terms)
     batch, heads = q.shape[:2]
-    bias, weight = scope.reversed_tables(inputs.bias, inputs.weight, k)
+    bias, weight = scope.reversed_tables(terms, k)
+    wide = bias.dtype
 
-    rows = min(inputs.exact_rows(BLOCK), scope.queries)
-    some_heads = inputs.on_cpu and inputs.index_bias is None  # may be computed before others
+    # Where content alone decides, keys before a block are under no mask, and its own under the
+    # causal one: both go to torch's kernel as they are, a product u·w as one more feature. In half
+    # precision it would be rounded, so there only numbers for each key are such a part.
+    in_two = terms.is_causal_alone and on_cpu and not recorded
+    if terms.scores is not None:
+        in_two = in_two and (content is None or (content.u is None and content.rank == 1))
+    else:
+        exact = content is not None and (content.u is None or q.dtype == wide)
+        in_two = in_two and exact
+    rows = min(exact_rows(content, scope, LARGE_BLOCK if in_two else BLOCK), scope.queries)
+    some_heads = on_cpu and terms.index_bias is None  # may be computed before others
     together = batch if some_heads else batch * heads
-    plain = weight is None and content is None and inputs.segments is None
-    if not plain or inputs.index_bias is not None:  # not a view of a table
+    of_each_head = weight is not None or content is not None or terms.scores is not None
+    plain = not of_each_head and terms.segments is None and terms.index_bias is None
+    if not plain and not in_two:  # not a view of a table
         rows = min(rows, max(1, MOST_SCORES // (together * scope.keys)))
+    if terms.scores is not None:
+        rows = BLOCK
     if scope.queries > rows:
         # Every block reads them: where they are views of a fused projection, a copy pays.
         k, v = k.contiguous(), v.contiguous()
     cached = CACHED_SCORES * torch.get_num_threads()
+    of_each_head = of_each_head or (terms.segments is not None and terms.bias is not None)
+    most = cached // batch if some_heads and of_each_head and not in_two else None
     # Numbers to be overwritten by biases of content, which then have no gradient. Memory that the
     # system gives anew for each block takes nine times as long to fill.
     room = None
-    if content is not None and not recorded:
+    if content is not None and not recorded and not in_two:
         room = bias.new_empty(max(cached, together * rows * scope.keys))
-    of_each_head = weight is not None or content is not None
-    of_each_head = of_each_head or (inputs.segments is not None and inputs.bias is not None)
-    most = cached // batch if some_heads and of_each_head else None
 
-    outputs = []
+    dense = terms.needs_lse and (recorded or not on_cpu)  # the kernel keeps its lse to itself
+    whole = None if recorded else q.new_empty(*q.shape[:3], v.shape[3])
+    outputs, lses = [], []
     for block in scope.blocks(rows):
-        outputs_of_heads = []
+        given = None
+        if terms.scores is not None:
+            function, tensors = terms.scores
+            given = function(tensors, block.start, block.end)
+        outputs_of_heads, lses_of_heads = [], []
         for group, part in groups_of_heads(block, heads, firsts, most):
-            added = part.view(of_heads(bias, group))[None]  # [1, heads or 1, rows, columns]
-            if inputs.index_bias is not None:
-                added = added + inputs.index_bias(*part.indices(scope, q.device))
+            tile_q, tile_k = q[:, group, part.queries], k[:, group, part.keys]
+            tile_v = v[:, group, part.keys]
+            tile = None if given is None else tuple(x[:, group] for x in given)
+            u = w = None
             if content is not None:
-                u, w = content.of_heads(group).relative(part.queries, part.keys, added.dtype)
-                out = None
-                if room is not None:
-                    shape = (*w.shape[:2], *added.shape[2:])
-                    out = room[: math.prod(shape)].view(shape)
-                if u is not None and u.shape[-1] == 1:  # in one pass
-                    added = torch.addcmul(added, u.flip(2), w.mT, out=out)
+                u, w = content.part(part.queries, part.keys, group).relative(wide)
+            if in_two:
+                out, lse = _in_two(tile_q, tile_k, tile_v, u, w, tile)
+            else:
+                added = part.view(of_heads(bias, group))[None]  # [1, heads or 1, rows, columns]
+                if terms.index_bias is not None:
+                    added = added + terms.index_bias(*part.indices(q.device))
+                if w is not None:
+                    space = None
+                    if room is not None:
+                        shape = (*w.shape[:2], *added.shape[2:])
+                        space = room[: math.prod(shape)].view(shape)
+                    if u is not None and u.shape[-1] == 1:  # in one pass
+                        added = torch.addcmul(added, u.flip(2), w.mT, out=space)
+                    else:
+                        of_content = product(None if u is None else u.flip(2), w)
+                        added = torch.add(added, of_content, out=space)
+                masked = _masked(part, terms, q.device)
+                if masked is not None:
+                    fill = added.masked_fill if room is None else added.masked_fill_
+                    added = fill(masked, -math.inf)
+                factor = None if weight is None else part.view(weight[group])
+                if tile is not None or factor is not None or dense:
+                    if tile is None:
+                        products = tile_q.flip(2).to(wide) @ tile_k.to(wide).mT
+                        scores = products / math.sqrt(q.shape[-1])
+                    else:
+                        scores = _given_scores(tile, part)
+                    scores = scores + added if factor is None else scores * factor + added
+                    out, lse = attended(scores, tile_v, terms.needs_lse)
+                elif on_cpu and not recorded:
+                    out, lse = _kernel(tile_q.flip(2), tile_k, tile_v, added)
                 else:
-                    of_content = product(None if u is None else u.flip(2), w)
-                    added = torch.add(added, of_content, out=out)
-            if inputs.segments is not None:
-                masked = part.mask(scope, inputs.segments)
-                fill = added.masked_fill if room is None else added.masked_fill_
-                added = fill(masked, -math.inf)
-            factor = None if weight is None else part.view(weight[group])
-            tile_q = q[:, group, part.queries].flip(2)
-            tile_k, tile_v = k[:, group, part.keys], v[:, group, part.keys]
-            outputs_of_heads.append(_attend(tile_q, tile_k, tile_v, added, factor).flip(2))
-        outputs.append(torch.cat(outputs_of_heads, dim=1))
-    return torch.cat(outputs, dim=2)
+                    out, lse = _under_autograd(tile_q.flip(2), tile_k, tile_v, added), None
+                out = out.flip(2)
+                lse = None if lse is None else lse.flip(2)
+            if terms.needs_lse:
+                assert lse is not None
+                if w is not None:  # what `relative` adds to all keys of a query
+                    of_own_key = w[:, :, -part.rows :]
+                    lse = lse - (of_own_key if u is None else u * of_own_key).sum(-1)
+                lses_of_heads.append(lse)
+            if whole is None:
+                outputs_of_heads.append(out.to(q.dtype))
+            else:
+                whole[:, group, part.queries] = out
+        outputs += [torch.cat(outputs_of_heads, dim=1)] if whole is None else []
+        lses += [torch.cat(lses_of_heads, dim=1)] if lses_of_heads else []
+    whole = torch.cat(outputs, dim=2) if whole is None else whole
+    return whole, torch.cat(lses, dim=2) if lses else None
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, added: Tensor, factor: Tensor | None) -> Tensor:
-    """One block: softmax(factor · q·k/√head_dim + added) v, [batch, heads, rows, features of v]."""
-    if factor is not None:  # a factor is not additive, so no fused kernel computes it
-        wide = added.dtype
-        products = q.to(wide) @ k.to(wide).transpose(-1, -2) / math.sqrt(q.shape[-1])
-        scores = products * factor + added
-        out = scores.softmax(dim=-1) @ v.to(wide)
-        return out.to(q.dtype)
+def exact_rows(content: Content | None, scope: Scope, most: int) -> int:
+    """How many queries a block may have: at most `most`.
+
+    In a block, float32 holds the differences of u·w from that of its last token. Where they are
+    large, it loses digits, unless the block is small.
+    """
+    if content is None:
+        return most
+    rows = most
+    while rows > LEAST_ROWS:
+        # The largest product, at most, of the queries of a block and their own keys.
+        spread = 0.0
+        for block in Scope(scope.queries, scope.keys).blocks(rows):
+            own_keys = slice(block.end_key - block.rows, block.end_key)
+            u, w = content.part(block.queries, own_keys).relative(content.w.dtype)
+            largest = w.abs().amax(2)
+            if u is not None:
+                largest = largest * u.abs().amax(2)
+            spread = max(spread, float(largest.sum(-1).max()))
+        if spread <= EXACT_SPREAD:
+            break
+        rows //= 2
+    return rows
+
+
+def _scope_of(q: Tensor, k: Tensor, terms: Terms) -> Scope:
+    """The scope of all blocks; those of given scores begin at multiples of BLOCK, in any chunk."""
+    return Scope.of(q, k, terms if terms.scores is None else replace(terms, chunk=None))
+
+
+def _masked(part: QueryBlock, terms: Terms, device: torch.device) -> Tensor | None:
+    """True for keys that tables do not hide, the last query first: as `mask` has it."""
+    chunk = None if terms.scores is None else terms.chunk
+    if chunk is None and terms.segments is None:
+        return None
+    return mask(*part.indices(device), None, chunk, terms.segments)
+
+
+def _given_scores(given: Scores, part: QueryBlock) -> Tensor:
+    """Given scores of a block, the last query first: […, rows, columns]."""
+    far_q, far_k, own = given
+    far = far_q @ far_k[..., part.first_key :, :].mT
+    return torch.cat([far, own], dim=-1).flip(-2)
+
+
+def _in_two(
+    q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, w: Tensor | None, given: Scores | None
+) -> tuple[Tensor, Tensor]:
+    """Output and lse of a tile whose keys before the block and own keys are merged."""
+    rows, before = q.shape[2], k.shape[2] - q.shape[2]
+    scale = 1 / math.sqrt(q.shape[3])
+    masks: list[Tensor | None] = [None, None]  # of the keys before, and of the block's own
+    if u is not None and w is not None:
+        # The kernel divides all features by √head_dim.
+        q = torch.cat([q, u / scale], dim=-1)
+        k = torch.cat([k, w], dim=-1)
+    elif w is not None:
+        added = w.sum(-1)[:, :, None].expand(-1, -1, rows, -1)
+        masks = [added[..., :before], added[..., before:]]
+    far_q, far_k = q, k[:, :, :before]
+    if given is None:
+        own_v = v[:, :, before:]
+        out, lse = _kernel(q, k[:, :, before:], own_v, masks[1], is_causal=True, scale=scale)
+    else:
+        far_q, far_k, own = given
+        scale, v = 1.0, v.to(own.dtype)
+        later = torch.ones_like(own[0, 0], dtype=torch.bool).triu(1)
+        own = own if masks[1] is None else own + masks[1]
+        out, lse = attended(own.masked_fill(later, -math.inf), v[:, :, before:], True)
+        assert lse is not None
+    if before == 0:
+        return out, lse
+    return merge(out, lse, *_kernel(far_q, far_k, v[:, :, :before], masks[0], scale=scale))
+
+
+def _under_autograd(q: Tensor, k: Tensor, v: Tensor, added: Tensor) -> Tensor:
+    """softmax(q·k/√head_dim + added) v by torch's kernel: [batch, heads, rows, features of v]."""
     if q.device.type == "cpu":
         return _fused(q, k, v, attn_mask=added)
     # CUDA's kernels need aligned rows in q's dtype. Copy first: then gradients add up in float32.
     with sdpa_kernel(KERNELS_WITH_MASK):
-        aligned = added.contiguous().to(q.dtype)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=aligned)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=added.contiguous().to(q.dtype))
 
 
-class Blocked(torch.autograd.Function):
-    """`in_blocks`, without index_bias; its gradients take memory in proportion to length."""
+def gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: Terms,
+    firsts: FirstKeys | None,
+    out: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    wants: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, bias, weight, u, w and own, as these; None where there is none.
 
-    @staticmethod
-    def forward(ctx: Any, scope: Scope, *tensors: Any) -> Tensor:
-        inputs = Inputs.of(scope, *tensors)
-        ctx.scope, ctx.firsts = scope, first_keys(inputs)
-        out = in_blocks(inputs, ctx.firsts)
-        ctx.save_for_backward(*tensors, out)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, out = ctx.saved_tensors
-        inputs = Inputs.of(ctx.scope, *tensors)
-        wanted = ctx.needs_input_grad[4:6]
-        *of_tensors, du, dw = gradients(inputs, out, dout, ctx.firsts, wanted)
-        return None, *of_tensors, None, du, dw
-
-
-def attend_by_content(inputs: Inputs, score_bias: ScoreBias, firsts: FirstKeys | None) -> Tensor:
-    """Causal attention whose only bias is by content, on the CPU: no mask is ever filled.
-
-    The keys before a block are visible to all of its queries, and its own keys are under torch's
-    causal mask. So both parts go to torch's kernel as they are, and their outputs are merged. A
-    number for each key alone is one row, which all queries of a block read. A product u·w is one
-    more feature of queries and keys. `inputs.content_alone` must hold, autograd be off.
+    out, dout: the output and its gradient, [batch, heads, queries, features]; dlse: of the lse;
+    wants: of which tensors gradients are wanted. Tensors of given scores get theirs as `grad`.
     """
-    batch, heads, queries, head_dim = inputs.q.shape
-    features = inputs.v.shape[-1]
-    wide = torch.promote_types(inputs.q.dtype, torch.float32)
-    k = inputs.k
-    if score_bias.u is not None:
-        k = F.pad(k, (0, score_bias.features))
-    v = F.pad(inputs.v, (0, k.shape[-1] - features)).contiguous()
-    k = k.contiguous()
-    out = inputs.v.new_empty(batch, heads, queries, features)
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    scale = 1 / math.sqrt(head_dim)
+    # Everything is [heads, batch, length, features], the last query first; tables are reversed.
+    scope, content, given = _scope_of(q, k, terms), terms.content, None
+    batch, heads, queries, head_dim = q.shape
+    dtypes = q.dtype, k.dtype, v.dtype
+    q, k, v = _heads_first(q.flip(2)), _heads_first(k), _heads_first(v)
+    bias, weight = scope.reversed_tables(terms, k)
+    wide = bias.dtype
+    wide_q, wide_k, wide_v = q.to(wide) / math.sqrt(head_dim), k.to(wide), v.to(wide)
+    mean = _heads_first((dout * out).sum(-1, keepdim=True).flip(2))
+    of_lse = None if dlse is None else _heads_first(dlse[..., None].flip(2))
+    dout = _heads_first(dout.flip(2))
+    wide_dout = dout.to(wide)
+    dq, dk, dv = torch.zeros_like(wide_q), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
+    dbias = torch.zeros_like(bias) if wants[3] else None
+    dweight = torch.zeros_like(weight) if weight is not None and wants[4] else None
+    du = dw = down = None
+    as_features = content is not None and weight is None and terms.scores is None
+    if content is not None:
+        dw = torch.zeros_like(content.w)
+        du = None if content.u is None else torch.zeros_like(content.u, dtype=torch.float32)
+        if as_features:  # more features of q and k, with room for u and w
+            room = (0, content.features)
+            wide_q, wide_k = F.pad(wide_q, room, value=1.0), F.pad(wide_k, room)
 
-    for block in inputs.scope.blocks(inputs.exact_rows(LARGE_BLOCK)):
-        for group, part in groups_of_heads(block, heads, firsts):
-            q = inputs.q[:, group, part.queries]
-            u, w = score_bias.of_heads(group).relative(part.queries, part.keys, wide)
-            keys, values = k[:, group, part.keys], v[:, group, part.keys]
-            masks: list[Tensor | None] = [None, None]  # of the keys before, and of the block's own
-            before = part.columns - part.rows
-            if u is None:
-                added = w.sum(-1)[:, :, None].expand(-1, -1, part.rows, -1)
-                masks = [added[..., :before], added[..., before:]]
+    most = CACHED_SCORES // batch if q.device.type == "cpu" else None
+    for block in scope.blocks(BACKWARD_BLOCK if terms.scores is None else BLOCK):
+        rows = slice(queries - block.end, queries - block.start)
+        if terms.scores is not None:
+            function, tensors = terms.scores
+            with torch.enable_grad():
+                leaves = function(tensors, block.start, block.end)
+            given = [x.detach().transpose(0, 1) for x in leaves]
+            dgiven = [torch.zeros_like(x) for x in given]
+        for group, part in groups_of_heads(block, heads, firsts, most):
+            of_rows, of_columns = (group, slice(None), rows), (group, slice(None), part.keys)
+            u = w = None
+            if content is not None:
+                u, w = content.part(part.queries, part.keys, group).relative(wide)
+                u, w = None if u is None else u.flip(2).transpose(0, 1), w.transpose(0, 1)
+
+            # q·k / √head_dim, with a bias by content unless that would be multiplied by a weight.
+            if given is None:
+                tile_q, tile_k = wide_q[of_rows], wide_k[of_columns]
+                if w is not None and as_features:
+                    tile_k[..., -w.shape[-1] :] = w
+                    if u is not None:
+                        tile_q[..., -u.shape[-1] :] = u
+                products = tile_q @ tile_k.mT  # [heads, batch, rows, columns]
             else:
-                # The kernel divides all features by √head_dim.
-                q = torch.cat([q, u * math.sqrt(head_dim)], dim=-1)
-                keys[..., -w.shape[-1] :] = w
-            own_keys, own_values = keys[:, :, before:], values[:, :, before:]
-            # Outputs, and logarithms of their sums of exponentials.
-            result, log_sum = kernel(
-                q, own_keys, own_values, is_causal=True, attn_mask=masks[1], scale=scale
-            )
-            if before > 0:
-                far_keys, far_values = keys[:, :, :before], values[:, :, :before]
-                far, far_log_sum = kernel(q, far_keys, far_values, attn_mask=masks[0], scale=scale)
-                share_of_far = (far_log_sum - log_sum).sigmoid()[..., None]
-                dtype = share_of_far.dtype
-                result = torch.lerp(result.to(dtype), far.to(dtype), share_of_far)
-            out[:, group, block.queries] = result[..., :features].to(inputs.q.dtype)
-    return out
+                products = _given_scores(tuple(x[group] for x in given), part)
+            scores = products
+            if weight is not None:
+                scores = products * part.view(weight[group])[:, None]
+            if w is not None and not as_features:
+                scores = scores.add_(product(u, w))
+            scores.add_(part.view(of_heads(bias, group))[:, None])
+            masked = _masked(part, terms, q.device)
+            if masked is not None:
+                masked = masked.transpose(0, 1) if terms.segments is not None else masked
+                scores.masked_fill_(masked, -math.inf)
+            probabilities = scores.softmax(dim=-1)
+
+            dprobabilities = wide_dout[of_rows] @ wide_v[of_columns].mT
+            padded = probabilities.new_empty(*probabilities.shape[:-1], part.columns + part.rows)
+            dscores = padded[..., : part.columns]
+            if q.dtype == wide:
+                torch.mul(probabilities, dprobabilities.sub_(mean[of_rows]), out=dscores)
+            else:
+                # Not by a rounded output: gradients of tables are sums of small differences.
+                dscores.copy_(
+                    torch.ops.aten._softmax_backward_data(dprobabilities, probabilities, -1, wide)
+                )
+            if of_lse is not None:
+                dscores.addcmul_(probabilities, of_lse[of_rows])
+            if dbias is not None:
+                part.add_diagonals(dbias[group], padded)
+            if content is not None and w is not None and dw is not None:
+                # For ones too as a product: the sum is faster.
+                left = dscores.new_ones(1, part.rows) if u is None else u.mT
+                of_keys = (left @ dscores).mT.to(dw.dtype).transpose(0, 1)
+                if content.u is not None and content.features > content.rank:
+                    of_last = content.u[:, group, part.end - 1, None]  # products of the last query
+                    of_keys = of_keys[..., :-1] + of_keys[..., -1:] * of_last
+                dw[:, group, part.keys] += of_keys
+            if u is not None and w is not None and du is not None:
+                # Only differences from a query's own key count, whose rounding a large w would
+                # multiply.
+                of_own_key = w[:, :, -part.rows :].flip(2)
+                rounding = dscores @ torch.ones_like(w[..., :1])
+                of_queries = (dscores @ w - rounding * of_own_key).transpose(0, 1)
+                du[:, group, part.queries] = of_queries[..., : du.shape[-1]].flip(2)
+            if dweight is not None:
+                weighted = torch.empty_like(padded)
+                torch.mul(dscores, products, out=weighted[..., : part.columns])
+                part.add_diagonals(dweight[group], weighted)
+
+            # Tables need dscores in float32. What is rounded to q's dtype in the end does not.
+            if weight is not None:
+                dscores.mul_(part.view(weight[group])[:, None])
+            if given is None:
+                dproducts = dscores.to(q.dtype)
+                dq[of_rows] = dproducts @ k[of_columns]
+                _add_product(dk[of_columns], dproducts.mT, q[of_rows])
+            else:
+                far_q, far_k, _ = (x[group] for x in given)
+                near = part.columns - part.rows
+                upright = dscores.flip(2)
+                far_keys = slice(part.first_key, None)
+                dgiven[0][group] = upright[..., :near] @ far_k[:, :, far_keys]
+                dgiven[1][group, :, far_keys] = upright[..., :near].mT @ far_q
+                dgiven[2][group] = upright[..., near:]
+            _add_product(dv[of_columns], probabilities.to(q.dtype).mT, dout[of_rows])
+        if given is not None:
+            pairs = [
+                (leaf, gradient.transpose(0, 1))
+                for leaf, gradient in zip(leaves, dgiven, strict=True)
+                if leaf.requires_grad
+            ]
+            torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
+
+    scale = 1 / math.sqrt(head_dim)
+    dq = dq.mul_(scale).transpose(0, 1).flip(2).to(dtypes[0])
+    dk = dk.mul_(scale).transpose(0, 1).to(dtypes[1])
+    dv = dv.transpose(0, 1).to(dtypes[2])
+    if du is not None and content is not None and content.u is not None:
+        du = du.to(content.u.dtype)
+    if dlse is not None and content is not None:  # of what is subtracted: w of the own key
+        down = -dlse[..., None].to(content.w.dtype)
+        down = down.expand_as(content.own) if content.u is None else down * content.u
+    of_tables = scope.restored(dbias, terms.bias), scope.restored(dweight, terms.weight)
+    return dq, dk, dv, *of_tables, du, dw, down
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """[batch, heads, length, features] -> [heads, batch, length, features], contiguous."""
+    return x.transpose(0, 1).contiguous()
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, in one pass where all have one dtype."""
+    if total.dtype == left.dtype:
+        total.flatten(0, 1).baddbmm_(left.flatten(0, 1), right.flatten(0, 1))
+    else:
+        total += left @ right

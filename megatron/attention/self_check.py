@@ -1,14 +1,15 @@
 """The check of a compiled backend at its first use: a small case must agree with the definition."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron.attention.eager import ScoreBias, eager
+from megatron.attention.eager import eager
+from megatron.attention.terms import Content, Terms
 from megatron.errors import UserError
 
 SMALL = 0.03
@@ -19,6 +20,9 @@ If the true gradient is zero, rounding leaves up to 3e-6 in float32.
 # Relative to the definition in float64. Rounding errors stay below a quarter of these; a wrong
 # mask or distance is far above.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+
+
+NAMES = ("q", "k", "v", "bias", "weight", "u", "w")
 
 
 class Kind(NamedTuple):
@@ -37,9 +41,9 @@ class Kind(NamedTuple):
     def __str__(self) -> str:
         _, shape, dtype = self.tensors[0]
         options = [name for name, _, _ in self.tensors[3:]]
-        for mask in ("window", "chunk", "segments"):
-            if getattr(self, mask):
-                options.append(mask)
+        for term in ("window", "chunk", "segments"):
+            if getattr(self, term):
+                options.append(term)
         words = [
             str(dtype).removeprefix("torch."),
             f"head_dim {shape[3]}",
@@ -50,24 +54,17 @@ class Kind(NamedTuple):
         return f"{self.device.type} ({', '.join(words)})"
 
 
-_passed: set[tuple[Callable[..., Tensor], Kind]] = set()
+_passed: set[tuple[Callable[..., Any], Kind]] = set()
 
 
-def check(
-    name: str,
-    backend: Callable[..., Tensor],
-    tensors: Mapping[str, Tensor | None],
-    window: int | None,
-    chunk: int | None,
-    segments: Tensor | None,
-) -> None:
+def check(name: str, backend: Callable[..., Any], *tensors: Tensor, terms: Terms) -> None:
     """Compare a backend with the definition at its first use for inputs of this kind.
 
-    tensors: q, k, v, bias, weight, u and w, of rank one.
-    UserError if it is wrong or fails. Later uses cost nothing.
+    tensors: q, k, v. UserError if it is wrong or fails. Later uses cost nothing.
     """
-    present = {key: tensor for key, tensor in tensors.items() if tensor is not None}
-    q, k = present["q"], present["k"]
+    everything = zip(NAMES, (*tensors, *terms.tensors[:4]), strict=True)
+    present = {key: tensor for key, tensor in everything if tensor is not None}
+    q, k, _ = tensors
     heads = _small_size(q.shape[1], 2)
     keys = _small_size(k.shape[2], 200)  # no multiple of a kernel's blocks
     queries = keys if q.shape[2] == k.shape[2] else min(q.shape[2], 70)
@@ -85,9 +82,9 @@ def check(
         device=q.device,
         tensors=tuple(small),
         learned=frozenset(learned if torch.is_grad_enabled() else ()),
-        window=None if window is None else _small_size(window, 60),
-        chunk=None if chunk is None else _small_size(chunk, 50),
-        segments=segments is not None,
+        window=None if terms.window is None else _small_size(terms.window, 60),
+        chunk=None if terms.chunk is None else _small_size(terms.chunk, 50),
+        segments=terms.segments is not None,
     )
     if (backend, kind) in _passed:
         return
@@ -107,7 +104,7 @@ def _small_size(size: int, small: int) -> int:
     return small if size % 16 else math.ceil(small / 16) * 16
 
 
-def _compare(name: str, backend: Callable[..., Tensor], kind: Kind) -> None:
+def _compare(name: str, backend: Callable[..., Any], kind: Kind) -> None:
     cure = "choose attention_backend: sdpa"
     if kind.device.type == "cuda":
         torch.cuda.set_device(kind.device)  # a fresh thread starts on the first device
@@ -134,31 +131,33 @@ def _compare(name: str, backend: Callable[..., Tensor], kind: Kind) -> None:
 
 
 def _results(
-    backend: Callable[..., Tensor], kind: Kind, dtype: torch.dtype | None = None
+    backend: Callable[..., Any], kind: Kind, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """Output and the gradients that are wanted, from the same numbers in every dtype."""
+    """Output, lse and the gradients that are wanted, from the same numbers in every dtype."""
     draw = torch.Generator().manual_seed(0)  # the global generators stay as they are
-    leaves = {}
-    for name, shape, own_dtype in kind.tensors:
+    leaves = dict.fromkeys(NAMES)
+    for name, shape, dtype_of_tensor in kind.tensors:
         numbers = torch.randn(shape, generator=draw)
         if name == "w":
             numbers = 0.3 * numbers.cumsum(2)
-        numbers = numbers.to(own_dtype).to(kind.device, dtype)
+        numbers = numbers.to(dtype_of_tensor).to(kind.device, dtype)
         leaves[name] = numbers.requires_grad_(name in kind.learned)
-    options: dict[str, Any] = {"window": kind.window, "chunk": kind.chunk, "segments": None}
+    q, k, v, bias, weight, u, w = leaves.values()
+    segments = None
     if kind.segments:
-        batch, _, keys, _ = leaves["k"].shape
-        options["segments"] = (torch.arange(keys, device=kind.device) // 90).expand(batch, -1)
-    if "w" in leaves:
-        options["score_bias"] = ScoreBias(leaves.get("u"), leaves["w"])
-    q, k, v, bias, weight = map(leaves.get, ("q", "k", "v", "bias", "weight"))
-    out = backend(q, k, v, bias, weight=weight, index_bias=None, **options)
+        index = torch.arange(k.shape[2], device=kind.device)
+        segments = (index // 90).expand(k.shape[0], -1)
+    content = None if w is None else Content.of((u, w), q.shape[2])
+    masks = {"window": kind.window, "chunk": kind.chunk, "segments": segments}
+    out, lse = backend(q, k, v, Terms(bias, weight, content=content, needs_lse=True, **masks))
 
-    results = {"output": out.detach()}
-    wanted = [name for name in leaves if name in kind.learned]
-    dout = torch.randn(out.shape, generator=draw).to(out)
-    if wanted:
-        gradients = torch.autograd.grad(out, [leaves[name] for name in wanted], dout)
-        for name, gradient in zip(wanted, gradients, strict=True):
+    results = {"output": out.detach(), "lse": lse.detach()}
+    learned = [name for name in leaves if name in kind.learned]
+    dout, dlse = (torch.randn(x.shape, generator=draw).to(x) for x in (out, lse))
+    if learned:
+        gradients = torch.autograd.grad(
+            (out, lse), [leaves[name] for name in learned], (dout, dlse)
+        )
+        for name, gradient in zip(learned, gradients, strict=True):
             results[f"gradient of {name}"] = gradient
     return results

@@ -4,19 +4,15 @@ What they can compute, and their two passes as operations that torch.compile kee
 """
 
 import importlib.util
+import math
 import os
-from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.attention.eager import ScoreBias
-from megatron.attention.triton_passes import (
-    KernelInputs,
-    backward_pass,
-    empty_by_length,
-    forward_pass,
-)
+from megatron.attention.terms import Terms
+from megatron.attention.triton_passes import Call, backward_pass, empty_by_length, forward_pass
 
 LARGEST_HEAD = 128
 MOST_PROGRAMS = 65535  # along the second dimension of CUDA's grid
@@ -25,32 +21,18 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LIBRARY = __name__.replace(".", "_")
 
 
-def triton_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    *,
-    weight: Tensor | None,
-    window: int | None,
-    chunk: int | None,
-    segments: Tensor | None,
-    index_bias: Callable[[Tensor, Tensor], Tensor] | None,
-    score_bias: ScoreBias | None = None,
-) -> Tensor:
+def triton_attention(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor | None]:
     """See megatron.attention.attention; `refusal` gives no reason against it."""
-    assert index_bias is None
-    keys = k.shape[2]
-    window = min(window or keys, keys)
-    chunk = min(chunk or keys, keys)
+    assert terms.index_bias is None
+    assert terms.scores is None
+    keys, segments = k.shape[2], terms.segments
+    window, chunk = (min(size or keys, keys) for size in (terms.window, terms.chunk))
     if segments is not None:
         segments = segments.to(torch.int32).contiguous()
-    u = w = None
-    if score_bias is not None:
-        u = None if score_bias.u is None else score_bias.u[..., 0]
-        w = score_bias.w[..., 0]
-    out, _ = attention_op(q, k, v, bias, weight, segments, window, chunk, u, w)
-    return out
+    bias, weight, u, w, _ = terms.tensors
+    u, w = (None if x is None else x[..., 0] for x in (u, w))
+    out, lse = attention_op(q, k, v, bias, weight, segments, window, chunk, u, w)
+    return out, lse * math.log(2) if terms.needs_lse else None
 
 
 def refusal(q: Tensor, *, index_bias: bool = False, content_rank: int = 0) -> str | None:
@@ -86,8 +68,8 @@ def attention_op(
     u: Tensor | None = None,
     w: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and lse, as `forward_pass` has them; the arguments are those of `KernelInputs`."""
-    return forward_pass(KernelInputs(q, k, v, bias, weight, segments, window, chunk, u, w))
+    """Output and lse, as `forward_pass` has them; the arguments are those of `Call`."""
+    return forward_pass(Call(q, k, v, bias, weight, segments, window, chunk, u, w))
 
 
 @attention_op.register_fake
@@ -111,26 +93,29 @@ def attention_backward_op(
     out: Tensor,
     lse: Tensor,
     wants_tables: bool,
+    dlse: Tensor,
 ) -> list[Tensor]:
     """Gradients of q, k, v, bias, weight, u and w; empty where there is or is wanted none."""
-    inputs = KernelInputs(q, k, v, bias, weight, segments, window, chunk, u, w)
-    gradients = backward_pass(dout, inputs, out, lse, wants_tables=wants_tables)
-    found = []
+    call = Call(q, k, v, bias, weight, segments, window, chunk, u, w)
+    gradients = backward_pass(dout, dlse, call, out, lse, wants_tables=wants_tables)
+    numbers = []
     for gradient, x in zip(gradients, (q, k, v, bias, weight, u, w), strict=True):
         if gradient is None or x is None:
-            found.append(q.new_empty(0))
-        else:
-            found.append(gradient.to(x.dtype))
-    return found
+            numbers.append(q.new_empty(0))
+            continue
+        if x is bias or x is weight:
+            gradient = F.pad(gradient, (0, x.shape[1] - gradient.shape[1]))
+        numbers.append(gradient.to(x.dtype))
+    return numbers
 
 
 @attention_backward_op.register_fake
-def _(dout, q, k, v, bias, weight, segments, window, chunk, u, w, out, lse, wants_tables):
-    found = [empty_by_length(x) for x in (q, k, v)]
+def _(dout, q, k, v, bias, weight, segments, window, chunk, u, w, out, lse, wants_tables, dlse):
+    numbers = [empty_by_length(x) for x in (q, k, v)]
     # Gradients of tables are contiguous, also where a table is not.
     for x in (*((bias, weight) if wants_tables else (None, None)), u, w):
-        found.append(q.new_empty(0) if x is None else x.new_empty(x.shape))
-    return found
+        numbers.append(q.new_empty(0) if x is None else x.new_empty(x.shape))
+    return numbers
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -138,12 +123,14 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(*tensors, u, w, *output)
 
 
-def _backward(ctx, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
     *tensors, u, w, out, lse = ctx.saved_tensors
     sizes = (ctx.window, ctx.chunk)
-    wanted = ctx.needs_input_grad
-    found = attention_backward_op(dout, *tensors, *sizes, u, w, out, lse, wanted[3] or wanted[4])
-    dq, dk, dv, dbias, dweight, du, dw = (x if x.numel() else None for x in found)
+    wants_tables = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
+    gradients = attention_backward_op(
+        dout, *tensors, *sizes, u, w, out, lse, wants_tables, dlse / math.log(2)
+    )
+    dq, dk, dv, dbias, dweight, du, dw = (x if x.numel() else None for x in gradients)
     return dq, dk, dv, dbias, dweight, None, None, None, du, dw
 
 

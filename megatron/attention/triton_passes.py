@@ -38,7 +38,7 @@ class Tiles(NamedTuple):
         return {**sizes, "num_warps": self.warps, "num_stages": self.stages}
 
 
-OTHERS = 80
+DEFAULT_CAPABILITY = 80
 """GPUs without tiles of their own take those of this compute capability."""
 TILES = """
 80 forward                   2 64  128x64/8/2   128x64/8/2   128x64/8/2
@@ -79,32 +79,28 @@ number, and most columns: tiles as queries x keys / warps / stages. First those 
 a bias, then with chunks or documents, then with a weight or a bias by content."""
 
 
-class KernelInputs(NamedTuple):
-    """An attention's inputs as megatron.attention.attention has them, for whole tables.
+class Call:
+    """The arguments that all programs of an attention share: see megatron.attention.attention.
 
-    bias, weight [heads, >= keys]; segments [batch, keys] int32; u [batch, heads, queries], w
-    [batch, heads, keys]; window, chunk: at most the keys
+    bias, weight [heads, >= keys]; segments [batch, keys] int32; window, chunk: at most the keys;
+    u [batch, heads, queries], w [batch, heads, keys]
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor | None
-    weight: Tensor | None
-    segments: Tensor | None
-    window: int
-    chunk: int
-    u: Tensor | None
-    w: Tensor | None
-
-
-class Call:
-    """The arguments that all programs of an attention share."""
-
-    def __init__(self, inputs: KernelInputs) -> None:
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        weight: Tensor | None,
+        segments: Tensor | None,
+        window: int,
+        chunk: int,
+        u: Tensor | None,
+        w: Tensor | None,
+    ) -> None:
         from megatron.attention.triton_programs import PAD
 
-        q, k, v, bias, weight, segments, window, chunk, u, w = inputs
         heads, keys = k.shape[1:3]
         self.q, self.k, self.v = aligned(q), aligned(k), aligned(v)
         self.segments = segments
@@ -175,11 +171,10 @@ class Call:
         return ((overlap.shape[1] - blocks_after) * tiles.queries).to(torch.int32)
 
 
-def forward_pass(inputs: KernelInputs) -> tuple[Tensor, Tensor]:
+def forward_pass(call: Call) -> tuple[Tensor, Tensor]:
     """Output in q's shape, and lse [batch, heads, queries] float32, which `forward` describes."""
     from megatron.attention.triton_programs import forward
 
-    call = Call(inputs)
     q = call.q
     out = empty_by_length(q)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -194,16 +189,16 @@ def forward_pass(inputs: KernelInputs) -> tuple[Tensor, Tensor]:
 
 
 def backward_pass(
-    dout: Tensor, inputs: KernelInputs, out: Tensor, lse: Tensor, *, wants_tables: bool
+    dout: Tensor, dlse: Tensor, call: Call, out: Tensor, lse: Tensor, *, wants_tables: bool
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, bias, weight, u and w: those of tables and content in float32.
 
-    None for what does not exist, and for tables if they are not wanted.
+    None for what does not exist, and for tables if they are not wanted, whose gradients are
+    [heads, distances]. dlse [batch, heads, queries]: of the lse to the base e
     """
     from megatron.attention.triton_programs import key_gradients
 
-    call = Call(inputs)
-    dout = aligned(dout)
+    dout, dlse = aligned(dout), dlse.float().contiguous()
     dq, dk, dv = empty_by_length(call.q), empty_by_length(call.k), empty_by_length(call.v)
     delta = torch.empty_like(lse)
     du = None if call.u is None else torch.empty_like(call.u)
@@ -212,8 +207,8 @@ def backward_pass(
     if wants_tables:
         tables = 1 if call.weight is None else 2
     with torch.cuda.device_of(dout):
-        others = (out, lse, dout, delta, dq, du)
-        of_tables = _query_gradient(call, others, call.strides(dout), tables)
+        written = (out, lse, dout, dlse, delta, dq, du)
+        table_gradients = _query_gradient(call, written, call.strides(dout), tables)
         tiles = tiles_for("key_gradients", call.q, call.flags)
         pairs = dout.shape[0] * dout.shape[1]
         key_gradients[(blocks_of(call.k.shape[2], tiles.keys), pairs)](
@@ -224,23 +219,17 @@ def backward_pass(
             **call.flags,
             **tiles.launch,
         )
-    dbias = as_table(of_tables[0], inputs.bias) if tables > 0 else None
-    dweight = as_table(of_tables[1], inputs.weight) if tables > 1 else None
+    if dw is not None:  # w of a query's own key is subtracted from all its scores
+        dw[:, :, dw.shape[2] - dlse.shape[2] :] -= dlse if call.u is None else dlse * call.u
+    dbias = table_gradients[0] if tables > 0 else None
+    dweight = table_gradients[1] if tables > 1 else None
     return dq, dk, dv, dbias, dweight, du, dw
 
 
-def as_table(gradient: Tensor, table: Tensor | None) -> Tensor | None:
-    """[heads, distances] float32 -> the shape and dtype of a table [heads, >= keys]."""
-    if table is None:
-        return None
-    longer = table.shape[1] - gradient.shape[1]
-    return F.pad(gradient, (0, longer)).to(table.dtype)
-
-
 def _query_gradient(
-    call: Call, others: tuple[Tensor | None, ...], strides: list[int], tables: int
+    call: Call, tensors: tuple[Tensor | None, ...], strides: list[int], tables: int
 ) -> Tensor:
-    """Launch the program: delta, dq and du, which others end with, and the gradients of tables.
+    """Launch the program: delta, dq and du, which tensors end with, and the gradients of tables.
 
     These are returned, [tables, heads, distances] float32. Every block of queries writes sums of
     its own, which are added in a fixed order. So that they do not exceed MOST_SUMS, pairs of batch
@@ -259,14 +248,14 @@ def _query_gradient(
     pieces = pairs
     if tables:
         pieces = max(1, min(pairs, MOST_SUMS // (tables * blocks * written)))
-    pointers = [*call.inputs, *call.pointers(call.first_keys(tiles), *others)]
+    pointers = [*call.inputs, *call.pointers(call.first_keys(tiles), *tensors)]
     totals = call.bias.new_empty((tables, pairs, written))
     for first in range(0, pairs, pieces):
         count = min(pieces, pairs - first)
         sums = call.bias.new_zeros((tables, count, blocks, written))
-        of_tables = (sums[0], sums[-1]) if tables else (call.bias, call.bias)
+        table_sums = (sums[0], sums[-1]) if tables else (call.bias, call.bias)
         query_gradient[(blocks, count)](
-            *(*pointers, *of_tables, *strides, *call.sizes, first, written),
+            *(*pointers, *table_sums, *strides, *call.sizes, first, written),
             TABLES=tables > 0,
             **call.flags,
             **tiles.launch,
@@ -321,22 +310,22 @@ def empty_by_length(x: Tensor) -> Tensor:
 @cache
 def all_tiles() -> dict[tuple[int, str, int, int], list[Tiles]]:
     """TILES by compute capability, program, bytes and columns."""
-    found = {}
+    tiles_of_programs = {}
     for line in TILES.strip().splitlines():
         capability, program, itemsize, most, *cells = line.split()
         tiles = [Tiles(*map(int, re.split("[x/]", cell))) for cell in cells]
-        found[int(capability), program, int(itemsize), int(most)] = tiles
-    return found
+        tiles_of_programs[int(capability), program, int(itemsize), int(most)] = tiles
+    return tiles_of_programs
 
 
 def tiles_for(program: str, q: Tensor, flags: dict[str, Any]) -> Tiles:
     """The tiles of a program for queries [batch, heads, queries, head_dim] and its flags."""
-    capability = OTHERS  # for the interpreter's CPU too
+    capability = DEFAULT_CAPABILITY  # for the interpreter's CPU too
     if q.device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(q.device)
         capability = 10 * major + minor
     if (capability, program, 2, 64) not in all_tiles():
-        capability = OTHERS
+        capability = DEFAULT_CAPABILITY
     most = 64 if columns(q.shape[3]) <= 64 else 128
     bias, masked, weighted = all_tiles()[capability, program, q.element_size(), most]
     if flags["WEIGHT"] or flags["CONTENT"]:

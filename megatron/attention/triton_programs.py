@@ -245,8 +245,8 @@ def _store_distances(sums, first, values):
 
 @triton.jit(do_not_specialize=["first_pair"])
 def query_gradient(
-    q, k, v, bias, weight, segments, u, w, w_low, bounds, out, lse, dout, delta, dq, du, dbias,
-    dweight,
+    q, k, v, bias, weight, segments, u, w, w_low, bounds, out, lse, dout, dlse, delta, dq, du,
+    dbias, dweight,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     dout_batch, dout_head, dout_row,
     table_row, heads, queries, keys, window, chunk, scale, first_pair, distances,
@@ -255,7 +255,7 @@ def query_gradient(
     PRECISION: tl.constexpr, TABLES: tl.constexpr, CONTENT: tl.constexpr,
     ONES: tl.constexpr,
 ):  # fmt: skip
-    """One block of queries: dq, du, and delta, the row sums of out · dout that other programs need.
+    """One block of queries: dq, du, and delta, which other programs need: out · dout - dlse.
 
     The launch's first pair of batch and head is `first_pair`. With TABLES, the block's own sums for
     the tables go to dbias and dweight [pairs of the launch, blocks, distances], zero before. Each
@@ -286,8 +286,9 @@ def query_gradient(
     dout_tile = _load(dout, dout_row, row, valid, column, HEAD_DIM)
     written = (batch * queries * heads + head) * HEAD_DIM
     out_tile = _load(out + written, heads * HEAD_DIM, row, valid, column, HEAD_DIM)
-    row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
     statistics = pair * queries + row
+    row_delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    row_delta -= tl.load(dlse + statistics, mask=valid, other=0.0)
     tl.store(delta + statistics, row_delta, mask=valid)
     # inf beyond the last query: its probabilities are 0.
     row_lse = tl.load(lse + statistics, mask=valid, other=float("inf"))

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.attention.eager import ScoreBias, all_scores
+from megatron.attention.eager import all_scores
+from megatron.attention.terms import Content, Terms
 from megatron.errors import UserError
 from megatron.model.gpt import GPT
 from megatron.model.settings import Architecture, AttentionSettings
@@ -127,20 +128,19 @@ def scores(
     scale = position.score_scale(torch.arange(start + 1, start + q.shape[2] + 1))
     q, k = position.on_queries_keys(q, k, start)
     q = q if scale is None else q * scale[..., None]
-    options: dict[str, Any] = dict.fromkeys(("window", "chunk", "segments", "index_bias"))
+    options: dict[str, Any] = {}
     if position.has("index_bias"):
         options["index_bias"] = lambda i, j: position.index_bias(start + i, start + j)
     if x is not None:
         q, k = position.on_queries_keys_by_content(q, k, x, {})
         if position.has("score_bias"):
-            options["score_bias"] = ScoreBias.of(position.score_bias(x, {}))
+            options["content"] = Content.of(position.score_bias(x, {}), q.shape[2])
         if position.has("on_scores"):
             options["on_scores"] = lambda scores: position.on_scores(scores, x, {})
         if position.has("block_scores"):
-            options["block_scores"] = position.block_scores(q, k, x, {})
-    by_name = tables(position, q.shape[2])
-    weight = by_name.get("weight")
-    return all_scores(q, k, by_name.get("bias"), weight=weight, **options)[0].tril()
+            options["scores"] = position.block_scores(q, k, x, {})
+    terms = Terms(**tables(position, q.shape[2]), **options)
+    return all_scores(q, k, terms)[0].tril()
 
 
 def effects_before(position: Position, end: int) -> dict[str, Tensor]:
@@ -163,9 +163,9 @@ def effects_before(position: Position, end: int) -> dict[str, Tensor]:
         last = torch.arange(end - 4, end)
         effects["index bias"] = position.index_bias(last, torch.arange(end))
     if position.has("score_bias"):  # less that of the query's own key
-        score_bias = ScoreBias.of(position.score_bias(x, {}))
-        assert score_bias is not None
-        effects["content bias"] = score_bias.bias(torch.arange(CHUNK))[0].float().tril()
+        content = Content.of(position.score_bias(x, {}), CHUNK)
+        assert content is not None
+        effects["content bias"] = content.bias()[0].float().tril()
     if position.has("block_scores"):
         function, tensors = position.block_scores(q, k, x, {})
         _, _, block = function(tensors, 0, CHUNK)

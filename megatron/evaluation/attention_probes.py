@@ -1,7 +1,6 @@
 """How far back a model looks: attention by distance, and the effective receptive field."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from megatron.attention import BACKENDS, eager
 from megatron.attention.eager import probabilities
+from megatron.attention.terms import Terms
 from megatron.errors import UserError
 from megatron.model import GPT
 
@@ -44,24 +44,18 @@ def attention_by_distance(model: GPT, windows: Sequence[np.ndarray]) -> tuple[Te
     entropies: list[Tensor] = []  # of each window and layer: [heads]
     masses: list[Tensor] = []  # of each window and layer: [bins]
 
-    def recording(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, **more: Any) -> Tensor:
+    def recording(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor | None]:
         blocks: list[Tensor] = []  # probabilities of the last queries: [heads, queries, keys] each
-        if "on_scores" in more or "block_scores" in more:
-            p = probabilities(q, k, bias, **more)
-            out = (p @ v.to(p.dtype)).to(q.dtype)
-            blocks.append(p[0, :, -QUERIES:])
+        if terms.on_scores is not None or terms.scores is not None:
+            out, lse = eager(q, k, v, terms)
+            blocks.append(probabilities(q, k, terms)[0, :, -QUERIES:])
         else:
-            out = BACKENDS["sdpa"](q, k, v, bias, **more)
-            score_bias = more.pop("score_bias", None)
+            out, lse = BACKENDS["sdpa"](q, k, v, terms)
             first = max(0, length - QUERIES)
             for start in range(first, length, BLOCK):
-                end = min(start + BLOCK, length)
-                if score_bias is not None:
-                    more["score_bias"] = score_bias.of_queries(slice(start, end), end)
-                queries_of_block = q[:, :, start:end]
-                visible_keys = k[:, :, :end]
-                p = probabilities(queries_of_block, visible_keys, bias, **more)
-                blocks.append(p[0])
+                rows, keys = slice(start, min(start + BLOCK, length)), slice(0, start + BLOCK)
+                part = terms.part(rows, keys)
+                blocks.append(probabilities(q[:, :, rows], k[:, :, keys], part)[0])
         mass: list[Tensor] = []  # [heads, queries, bins] each
         for p in blocks:
             heads, queries, keys = p.shape
@@ -74,7 +68,7 @@ def attention_by_distance(model: GPT, windows: Sequence[np.ndarray]) -> tuple[Te
         entropy = [torch.special.entr(p).sum(dim=-1) for p in blocks]  # [heads, queries] each
         entropies.append(torch.cat(entropy, dim=1).mean(dim=1))
         masses.append(torch.cat(mass, dim=1).mean(dim=(0, 1)))
-        return out
+        return out, lse
 
     backend = model.backend
     model.backend = "eager"

@@ -25,15 +25,17 @@ model that was trained without: tokens stay where they are, and frequencies chan
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron.attention import attention
-from megatron.attention.eager import ScoreBias
-from megatron.attention.near_far import Keys, Tables, near_far
+from megatron.attention import attend
+from megatron.attention.eager import all_scores, attended
+from megatron.attention.scope import BLOCK
+from megatron.attention.sdpa import MOST_SCORES, sdpa
+from megatron.attention.terms import Terms, merge
 from megatron.errors import UserError, did_you_mean
 from megatron.model.block import Text
 from megatron.model.gated_delta import for_each_query_head
@@ -378,28 +380,91 @@ def attention_by_method(method: Method, text: Text) -> Tensor:
     start, end = text.start, text.k.shape[2]
     key = torch.arange(end, device=text.k.device)
     values = for_each_query_head(text.v, text.q.shape[1] // text.v.shape[1])
-    score_bias = text.options["score_bias"]
     if method.two_versions:
         query, rows = key[start:], slice(0, end - start)
-        far_query, far_key = method.far(query, key)
+        far = method.far(query, key)
         sinks = method.options.get("sinks")
         return near_far(
-            Keys(*text.turned(rows, query, key), query, key),
-            Keys(*text.turned(rows, far_query, far_key), far_query.long(), far_key.long()),
+            text.turned(rows, query, key),
+            text.turned(rows, *far),
             values,
+            text.terms if sinks is None else replace(text.terms, window=None),
+            places=(far[0].long(), far[1].long()),
             distance=method.options["window"],
-            window=text.options["window"] if sinks is None else None,
             sinks=sinks,
-            tables=Tables(text.bias, text.options["weight"], ScoreBias.of(score_bias)),
         )
     # One part of the queries after the other, each with the base of its length.
     outputs = []
     for first, stop, stretch in method.parts(start, end, text.position.shape.train_length):
-        rows = slice(first - start, stop - start)
-        q, k = text.turned(rows, key[first:stop], key[:stop], stretch)
-        options = dict(text.options)
-        if score_bias is not None:
-            u, w = score_bias
-            options["score_bias"] = (None if u is None else u[:, :, rows], w[:, :, :stop])
-        outputs.append(attention(q, k, values[:, :, :stop], text.bias, **options))
+        rows, keys = slice(first - start, stop - start), slice(0, stop)
+        q, k = text.turned(rows, key[first:stop], key[keys], stretch)
+        outputs.append(attend(q, k, values[:, :, keys], text.terms.part(rows, keys)))
     return torch.cat(outputs, dim=2)
+
+
+def near_far(
+    near: tuple[Tensor, Tensor],
+    far: tuple[Tensor, Tensor],
+    v: Tensor,
+    terms: Terms,
+    *,
+    places: tuple[Tensor, Tensor],
+    distance: int,
+    sinks: int | None = None,
+) -> Tensor:
+    """Causal attention with two versions of the score, for evaluation.
+
+    near, far: q [batch, heads, queries, features] of the last keys, and k [batch, heads, keys,
+    features]: `near` for keys less than `distance` tokens back, `far` for all others;
+    v [batch, heads, keys, features]; terms: tables, window and content;
+    places [queries], [keys] int64: tables are asked for their difference where a key is far;
+    sinks: of the far keys, only the first `sinks` of the text are visible; excludes a window.
+
+    Returns [batch, heads, queries, features] in v's dtype; scores are float32 or wider.
+    """
+    window = terms.window
+    assert window is None or sinks is None
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    (near_q, near_k), (far_q, far_k) = ([x.to(dtype) for x in pair] for pair in (near, far))
+    wide_v = v.to(dtype)
+    batch, heads, queries = near_q.shape[:3]
+    keys = v.shape[2]
+    before = keys - queries
+    nearest = min(distance, window or distance)  # keys that are near and visible
+    terms_of_near = replace(terms, window=nearest, needs_lse=True)
+    out, lse = sdpa(near_q, near_k, wide_v, terms_of_near)
+    assert lse is not None
+    first = max(0, distance - before)  # the first query with far keys
+    if first >= queries or (window is not None and window <= distance):
+        return out.to(v.dtype)
+
+    # The keys that are far enough are those of a causal mask, `distance` tokens earlier.
+    tables = terms.bias is not None or terms.weight is not None
+    terms = replace(terms, window=None if window is None else window - distance)
+    outputs = [out[:, :, :first]]
+    recorded = torch.is_grad_enabled()
+    size = max(1, min(BLOCK, MOST_SCORES // (batch * heads * keys)))
+    for start in range(first, queries, size):
+        rows = slice(start, min(start + size, queries))
+        begin = 0 if window is None else max(0, before + start - window + 1)
+        end = before + rows.stop - distance
+        columns = slice(begin, end if sinks is None else min(sinks, end))
+        index = torch.arange(before + start, before + rows.stop, device=v.device)
+        back = None
+        if tables:
+            back = (places[0][rows, None] - places[1][columns]).clamp(min=0)
+        scores = all_scores(
+            far_q[:, :, rows],
+            far_k[:, :, columns],
+            terms.part(rows, columns),
+            query=index - distance - begin,
+            distance=back,
+        )
+        far_out, far_lse = attended(scores, wide_v[:, :, columns], True)
+        assert far_lse is not None
+        merged, _ = merge(out[:, :, rows], lse[:, :, rows], far_out, far_lse)
+        if recorded:
+            outputs.append(merged)
+        else:
+            out[:, :, rows] = merged
+    return (torch.cat(outputs, dim=2) if recorded else out).to(v.dtype)

@@ -1,14 +1,15 @@
 """The parts of a transformer layer, with GPT-NeoX's parameter names and layout."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.attention import attention
+from megatron.attention import attend
+from megatron.attention.terms import Content, Terms
 from megatron.model.cache import LayerCache
 from megatron.model.documents import Documents, by_document
 from megatron.model.gated_delta import GatedDelta, KimiDelta, for_each_query_head
@@ -24,8 +25,17 @@ class Context(Protocol):
         """The places of the own tokens in a text of `length`."""
         ...
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, **options) -> Tensor:
-        """megatron.attention.attention for the own queries, with keys and values of all parts."""
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        terms: Terms,
+        backend: str,
+        *,
+        self_check: bool,
+    ) -> Tensor:
+        """megatron.attention.attend for the own queries, with keys and values of all parts."""
         ...
 
 
@@ -34,17 +44,15 @@ class Text:
     """Queries, keys and values of a layer, before its encoding has acted on queries and keys.
 
     q [batch, heads, queries, head_dim] of the last keys; k, v [batch, key heads, keys, head_dim];
-    bias [heads, distances] or None; query_scale [heads or 1, queries]: multiplies the
-    queries; options: of megatron.attention.attention
+    query_scale [heads or 1, queries]: multiplies the queries
     """
 
     position: Position
     q: Tensor
     k: Tensor
     v: Tensor
-    bias: Tensor | None
-    query_scale: Tensor | None
-    options: dict[str, Any]
+    terms: Terms
+    query_scale: Tensor | None = None
 
     @property
     def start(self) -> int:
@@ -98,19 +106,20 @@ class Method(Protocol):
 class AttentionInputs:
     """Inputs of a layer's attention beside x, the same for every token of a step.
 
-    bias [heads, keys] or None; start: index of the first query;
+    terms: tables, window and chunk; start: index of the first query;
     method: changes where tokens stand; None: nothing does. With one, the cache holds keys as they
     were before on_queries_keys, and the text is one document;
     query_scale [heads or 1, queries], or with a batch before it: multiplies the queries;
-    options: of megatron.attention.attention, such as window and backend;
+    backend, self_check: of megatron.attention.attention;
     documents: where they lie, if attention keeps them apart;
     cache: keys, values and more of earlier tokens; None to keep nothing
     context: the other parts of the text; None if x has all of it
     """
 
     position: Position
-    bias: Tensor | None
-    options: dict[str, Any]
+    terms: Terms
+    backend: str = "auto"
+    self_check: bool = True
     method: Method | None = None
     start: int = 0
     query_scale: Tensor | None = None
@@ -178,32 +187,31 @@ class SelfAttention(nn.Module):
         q, k = position.on_queries_keys_by_content(q, k, x, memory)
         if inputs.query_scale is not None and method is None:
             q = (q * inputs.query_scale[..., None]).to(q.dtype)
-        block_scores = None
+        scores = on_scores = content = None
         if position.has("block_scores"):
-            block_scores = position.block_scores(q, k, x, memory)
+            scores = position.block_scores(q, k, x, memory)
         if inputs.cache is not None:
             k, v = inputs.cache.append(k, v)
-
-        options = dict(inputs.options)
-        if block_scores is not None:
-            options["block_scores"] = block_scores
-        if documents is not None:
-            options["segments"] = documents.numbers
-        if position.has("index_bias"):
-            options["index_bias"] = position.index_bias
         if position.has("on_scores"):
-            options["on_scores"] = partial(position.on_scores, x=x, memory=memory)
+            on_scores = partial(position.on_scores, x=x, memory=memory)
         if position.has("score_bias"):
-            options["score_bias"] = position.score_bias(x, memory)
+            content = Content.of(position.score_bias(x, memory), length)
+        terms = replace(
+            inputs.terms,
+            segments=None if documents is None else documents.numbers,
+            index_bias=position.index_bias if position.has("index_bias") else None,
+            on_scores=on_scores,
+            content=content,
+            scores=scores,
+        )
         if method is None:
             k = for_each_query_head(k, self.group)
             v = for_each_query_head(v, self.group)
-            attend = attention if inputs.context is None else inputs.context.attention
-            out = attend(q, k, v, inputs.bias, **options)
+            run = attend if inputs.context is None else inputs.context.attend
+            out = run(q, k, v, terms, inputs.backend, self_check=inputs.self_check)
         else:
             assert inputs.context is None  # evaluation refuses it
-            text = Text(position, q, k, v, inputs.bias, inputs.query_scale, options)
-            out = method.attend(text)
+            out = method.attend(Text(position, q, k, v, terms, inputs.query_scale))
         out = out.transpose(1, 2)  # [batch, length, heads, head_dim]
         if self.gated:
             out = out * gate.reshape(batch, length, out.shape[2], -1).sigmoid()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.attention import Choice, Needs, choose, joined
-from megatron.attention.eager import visible_keys
+from megatron.attention.terms import Terms, visible_keys
 from megatron.errors import UserError
 from megatron.model.block import AttentionInputs, Block, Context, Method, normalisation
 from megatron.model.cache import Cache, LayerCache
@@ -191,18 +191,11 @@ class GPT(nn.Module):
                     settings.table(position.distance_weight(columns)),
                 )
             bias, weight = tables[position]
-            options = {
-                "weight": weight,
-                "window": window,
-                "chunk": self.chunk,
-                "score_bias": None,
-                "backend": self.backend,
-                "self_check": settings.attention_self_check,
-            }
             inputs[position, window] = AttentionInputs(
                 position,
-                bias,
-                options,
+                Terms(bias, weight, window, self.chunk),
+                self.backend,
+                settings.attention_self_check,
                 method=method,
                 start=start,
                 query_scale=self._query_scale(position, window, query, documents),

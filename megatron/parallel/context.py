@@ -1,6 +1,7 @@
 """Context parallelism: one text over several processes, each of which has a part of its tokens."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from megatron.attention import attention
+from megatron.attention import attend
+from megatron.attention.terms import Content, Terms
 from megatron.parallel.grid import Grid
 
 
@@ -20,7 +22,7 @@ class Context:
     arXiv 2309.14509) each rank attends to the whole text with its share of the heads. With
     `all_gather` it attends with its own queries, and all heads, to the keys up to them.
 
-    Every rank calls `attention` at the same time.
+    Every rank calls `attend` at the same time.
     """
 
     def __init__(self, group: ProcessGroup, comm_type: str) -> None:
@@ -39,24 +41,14 @@ class Context:
         size = length // self.ranks
         return slice(self.rank * size, (self.rank + 1) * size)
 
-    def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None = None,
-        *,
-        weight: Tensor | None = None,
-        segments: Tensor | None = None,
-        index_bias: Callable[[Tensor, Tensor], Tensor] | None = None,
-        score_bias: tuple[Tensor | None, Tensor] | None = None,
-        **options: Any,
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, backend: str, *, self_check: bool
     ) -> Tensor:
-        """megatron.attention.attention of the whole text, for the queries of this rank.
+        """megatron.attention.attend of the whole text, for the queries of this rank.
 
-        q, k, v [batch, heads, own tokens, features]; bias, weight [heads, whole length]; segments
-        [batch, whole length]; index_bias takes places in the whole text. score_bias (u, w): of the
-        own tokens, where w is a sum over the tokens up to each key (`Position.sums_over_tokens`)
+        q, k, v [batch, heads, own tokens, features]; terms: those of the whole text, but for the
+        content, which has the own tokens, with w a sum over the tokens up to each key
+        (`Position.sums_over_tokens`)
 
         Returns [batch, heads, own tokens, features].
         """
@@ -66,26 +58,36 @@ class Context:
         else:
             own_heads, visible = slice(0, heads), slice(0, self.part(length).stop)
 
-        if score_bias is not None:
-            u, w = score_bias
-            totals = self.gather(w[:, :, -1:])  # [batch, heads, ranks] and its rank
+        content, index_bias = terms.content, terms.index_bias
+        if content is not None:
+            u, w = content.u, content.w
+            totals = self.gather(w[:, :, -1:])  # [batch, heads, ranks, rank]
             w = w + totals[:, :, : self.rank].sum(dim=2, keepdim=True)
             w = self.gather(w)[:, own_heads, visible]
             if u is not None and self.by_heads is not None:
                 u = self.gather(u)[:, own_heads]
-            options["score_bias"] = (u, w)
+            content = Content.of((u, w), length if self.by_heads is not None else q.shape[2])
+        of_own_heads = None
         if index_bias is not None:
-            options["index_bias"] = lambda queries, keys: index_bias(queries, keys)[own_heads]
-        options["weight"] = None if weight is None else weight[own_heads]
-        options["segments"] = None if segments is None else segments[:, visible]
-        bias = None if bias is None else bias[own_heads]
-
+            of_own_heads = lambda queries, keys: index_bias(queries, keys)[own_heads]  # noqa: E731
+        bias, weight, sink = (
+            None if x is None else x[own_heads] for x in (terms.bias, terms.weight, terms.sink)
+        )
+        terms = replace(
+            terms,
+            bias=bias,
+            weight=weight,
+            sink=sink,
+            segments=None if terms.segments is None else terms.segments[:, visible],
+            index_bias=of_own_heads,
+            content=content,
+        )
         if self.by_heads is None:
             k, v = self.gather(k)[:, :, visible], self.gather(v)[:, :, visible]
-            return attention(q, k, v, bias, **options)
+            return attend(q, k, v, terms, backend, self_check=self_check)
+        options = {"terms": terms, "backend": backend, "self_check": self_check}
         length_first = [tensor.transpose(1, 2) for tensor in (q, k, v)]
-        out = self.by_heads(*length_first, batch_dim_idx=0, bias=bias, **options)
-        return out.transpose(1, 2)
+        return self.by_heads(*length_first, batch_dim_idx=0, **options).transpose(1, 2)
 
     def gather(self, part: Tensor) -> Tensor:
         """The parts of all ranks: [batch, heads, own tokens, …] -> [batch, heads, length, …]."""
@@ -93,9 +95,9 @@ class Context:
 
 
 def attention_of_length_first(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """attention of [batch, length, heads, features], as DeepSpeed's layer has them."""
+    """attend to [batch, length, heads, features], as DeepSpeed's layer has them."""
     heads_first = [tensor.transpose(1, 2) for tensor in (q, k, v)]
-    return attention(*heads_first, **options).transpose(1, 2)
+    return attend(*heads_first, **options).transpose(1, 2)
 
 
 class Gather(torch.autograd.Function):

@@ -6,15 +6,16 @@ Embeddings, norms and the encoding are whole on every rank.
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from megatron.attention import attention
+from megatron.attention import attend
+from megatron.attention.terms import Content, Terms
 from megatron.parallel.grid import Grid
 
 CUT_BY_OUTPUTS = (".query_key_value.weight", ".query_key_value.bias")
@@ -105,28 +106,24 @@ class TensorRanks:
         """The places of this rank's tokens in a text of `length`: all of them."""
         return slice(0, length)
 
-    def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None = None,
-        *,
-        weight: Tensor | None = None,
-        index_bias: Callable[[Tensor, Tensor], Tensor] | None = None,
-        score_bias: tuple[Tensor | None, Tensor] | None = None,
-        **options: Any,
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, backend: str, *, self_check: bool
     ) -> Tensor:
-        """megatron.attention.attention of this rank's heads.
+        """megatron.attention.attend of this rank's heads.
 
-        q, k, v [batch, own heads, length, features]; tables and biases of all heads
+        q, k, v [batch, own heads, length, features]; terms: of all heads
         Returns [batch, own heads, length, features].
         """
+        index_bias, content, of_own_heads = terms.index_bias, terms.content, None
         if index_bias is not None:
-            options["index_bias"] = lambda queries, keys: self._own(index_bias(queries, keys), 0)
-        if score_bias is not None:
-            options["score_bias"] = tuple(self._own(factor, 1) for factor in score_bias)
-        return attention(q, k, v, self._own(bias, 0), weight=self._own(weight, 0), **options)
+            of_own_heads = lambda queries, keys: self._own(index_bias(queries, keys), 0)  # noqa: E731
+        if content is not None:
+            u, w = (self._own(factor, 1) for factor in (content.u, content.w))
+            content = Content.of((u, w), q.shape[2])
+        bias, weight, sink = (self._own(x, 0) for x in (terms.bias, terms.weight, terms.sink))
+        tables = {"bias": bias, "weight": weight, "sink": sink}
+        terms = replace(terms, index_bias=of_own_heads, content=content, **tables)
+        return attend(q, k, v, terms, backend, self_check=self_check)
 
     def _own(self, whole: Tensor | None, dimension: int) -> Tensor | None:
         """This rank's heads. Their gradients are exchanged: what all ranks have stays the same."""

@@ -19,7 +19,20 @@ from megatron.attention import triton_programs
 from megatron.attention.triton_passes import Tiles, all_tiles, columns
 
 HEAD_DIM = 64
-FLOATS = {"bias", "weight", "lse", "delta", "dbias", "dweight", "u", "w", "w_low", "du", "dw"}
+FLOATS = {
+    "bias",
+    "weight",
+    "lse",
+    "dlse",
+    "delta",
+    "dbias",
+    "dweight",
+    "u",
+    "w",
+    "w_low",
+    "du",
+    "dw",
+}
 MATRICES = {"q", "k", "v", "out", "dout", "dq", "dk", "dv"}
 OFF = ("WEIGHT", "CHUNK", "SEGMENTS", "CONTENT", "ONES")
 

@@ -4,14 +4,16 @@ A case is made of its number alone, so a failure can be run again. Torch is all 
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.attention.eager import ScoreBias, eager
+from megatron.attention import Backend
+from megatron.attention.eager import eager
+from megatron.attention.terms import Content, Terms
 
 HEAD_DIMS = (1, 8, 16, 20, 24, 32, 40, 48, 64, 72, 80, 96, 112, 128)
 EDGES = (1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129)
@@ -27,7 +29,7 @@ class Case:
     keys of a query: those of its window, of its chunk and the one before, of its document
     bias: how the table falls with distance; documents: how many at most, 0 for no segments
     content: the rank of a bias by content, 0 for none; ones: it has no u
-    learned: whether tables and content get gradients
+    learned: whether tables and content get gradients; lse: whether it is compared too
     """
 
     number: int = 0
@@ -44,6 +46,7 @@ class Case:
     content: int = 0
     ones: bool = False
     learned: bool = True
+    lse: bool = True
     layout: tuple[int, ...] = LAYOUTS[0]
 
 
@@ -69,16 +72,32 @@ def random_case(
         ones=draw.random() < 0.4,
         learned=draw.random() < 0.8,
         layout=draw.choice(LAYOUTS),
+        lse=draw.random() < 0.6,
     )
 
 
 @dataclass
 class Inputs:
-    """Tensors by name, u and w with their rank; the other options; a gradient of the output."""
+    """Tensors by name, u and w with their rank; other terms; gradients of the output and the lse.
+
+    An lse is compared wherever `dlse` is given.
+    """
 
     tensors: dict[str, Tensor]
     dout: Tensor
+    dlse: Tensor | None = None
     options: dict[str, Any] = field(default_factory=dict)
+
+    def attend(self, function: Backend, leaves: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """The output, and the lse if it is compared, with leaves in place of the tensors."""
+        content = None
+        if "w" in leaves:
+            content = Content.of((leaves.get("u"), leaves["w"]), leaves["q"].shape[2])
+        tables = {name: leaves.get(name) for name in ("bias", "weight")}
+        compares_lse = self.dlse is not None
+        terms = Terms(**tables, **self.options, content=content, needs_lse=compares_lse)
+        out, lse = function(leaves["q"], leaves["k"], leaves["v"], terms)
+        return (out, lse) if compares_lse else (out,)
 
 
 def inputs_of(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Inputs:
@@ -95,6 +114,7 @@ def inputs_of(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu
         x = drawn(batch, heads, length, case.head_dim)
         tensors[name] = x.permute(order).contiguous().permute(order).to(dtype)
     dout = drawn(*tensors["q"].shape).to(device, dtype)
+    dlse = drawn(*tensors["q"].shape[:3]).to(device)
     distance = torch.arange(keys + 3)  # tables may be longer than the keys
     noise = drawn(heads, keys + 3)
     if case.bias == "steep":
@@ -117,30 +137,26 @@ def inputs_of(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu
         segments = (torch.arange(keys) // lengths % case.documents).to(device)
     tensors = {name: x.to(device) for name, x in tensors.items()}
     masks = {"window": case.window, "chunk": case.chunk, "segments": segments}
-    return Inputs(tensors, dout, {**masks, "index_bias": None})
+    return Inputs(tensors, dout, dlse if case.lse else None, masks)
 
 
 def values_and_gradients(
-    function: Callable[..., Tensor], inputs: Inputs, *, learned: bool = True, double: bool = False
+    function: Backend, inputs: Inputs, *, learned: bool = True, double: bool = False
 ) -> dict[str, Tensor]:
-    """The output as `out`, and the gradients of q, k, v and, if learned, of all other tensors."""
+    """`out`, `lse`, and the gradients of q, k, v and, if learned, of all other tensors."""
     leaves = {}
     for name, x in inputs.tensors.items():
         leaf = x.detach().to(torch.float64) if double else x.detach()
         leaves[name] = leaf.requires_grad_(learned or name in ("q", "k", "v"))
-    options = dict(inputs.options)
-    if "w" in leaves:
-        options["score_bias"] = ScoreBias(leaves.get("u"), leaves["w"])
-    q, k, v, bias, weight = map(leaves.get, ("q", "k", "v", "bias", "weight"))
-    out = function(q, k, v, bias, weight=weight, **options)
-    wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    gradients = torch.autograd.grad(out, list(wanted.values()), inputs.dout.to(out.dtype))
-    return {"out": out.detach(), **dict(zip(wanted, gradients, strict=True))}
+    results = inputs.attend(function, leaves)
+    learning = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    downs = [dy.to(y.dtype) for y, dy in zip(results, (inputs.dout, inputs.dlse), strict=False)]
+    gradients = torch.autograd.grad(results, list(learning.values()), downs)
+    values = {name: y.detach() for name, y in zip(("out", "lse"), results, strict=False)}
+    return {**values, **dict(zip(learning, gradients, strict=True))}
 
 
-def largest_error(
-    function: Callable[..., Tensor], inputs: Inputs, *, learned: bool = True
-) -> float:
+def largest_error(function: Backend, inputs: Inputs, *, learned: bool = True) -> float:
     """The norm of a difference from the definition in float64, relative to the exact value.
 
     The largest of the output and all gradients. If every probability is 0 or 1, scores have no
@@ -151,12 +167,12 @@ def largest_error(
     assert ours["out"].dtype == inputs.dout.dtype
     errors = []
     for name, expected in exact.items():
-        least = 1.0 if name == "out" else float(inputs.dout.double().norm())
+        least = 1.0 if name in ("out", "lse") else float(inputs.dout.double().norm())
         difference = ours[name].double() - expected
         errors.append(float(difference.norm() / expected.norm().clamp(min=least)))
     return max(errors)
 
 
-def error_of(case: Case, function: Callable[..., Tensor], dtype: torch.dtype, device: str) -> float:
+def error_of(case: Case, function: Backend, dtype: torch.dtype, device: str) -> float:
     """How far a backend is from the definition for a case."""
     return largest_error(function, inputs_of(case, dtype, device), learned=case.learned)

@@ -7,7 +7,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron.attention import BACKENDS, attention
-from megatron.attention.eager import ScoreBias
 from tests.attention.random_cases import (
     Case,
     error_of,
@@ -30,49 +29,44 @@ CASES = (
 )
 
 
-def by_loop(q, k, v, bias, *, weight, window, chunk, segments, index_bias, score_bias=None):
+def by_loop(q, k, v, terms):
     """The contract, one query at a time in float64."""
     q, k, v = q.double(), k.double(), v.double()
-    keys = k.shape[2]
-    out = torch.zeros_like(q)
+    keys, segments = k.shape[2], terms.segments
+    out, lse = torch.zeros_like(q), torch.zeros_like(q[..., 0])
     for b, h, row in torch.cartesian_prod(*map(torch.arange, q.shape[:3])).tolist():
         i = keys - q.shape[2] + row
         visible = [
             j
             for j in range(i + 1)
-            if (window is None or i - j < window)
-            and (chunk is None or i // chunk - j // chunk <= 1)
+            if (terms.window is None or i - j < terms.window)
+            and (terms.chunk is None or i // terms.chunk - j // terms.chunk <= 1)
             and (segments is None or segments[b, i] == segments[b, j])
         ]
         scores = []
         for j in visible:
             score = (q[b, h, row] @ k[b, h, j]).item() / math.sqrt(q.shape[-1])
-            score *= 1 if weight is None else weight[h, i - j].item()
-            score += 0 if bias is None else bias[h, i - j].item()
-            if score_bias is not None:
-                w = score_bias.w[b, h, j]
-                u = torch.ones_like(w) if score_bias.u is None else score_bias.u[b, h, row]
-                score += (u.double() @ w).item()
+            score *= 1 if terms.weight is None else terms.weight[h, i - j].item()
+            score += 0 if terms.bias is None else terms.bias[h, i - j].item()
+            if terms.content is not None:
+                w = terms.content.w[b, h, j] - terms.content.w[b, h, i]
+                u = terms.content.u
+                score += (w if u is None else u[b, h, row].double() * w).sum().item()
             scores.append(score)
-        probabilities = torch.tensor(scores, dtype=torch.float64).softmax(dim=0)
-        out[b, h, row] = probabilities @ v[b, h, visible]
-    return out
+        scores = torch.tensor(scores, dtype=torch.float64)
+        out[b, h, row] = scores.softmax(dim=0) @ v[b, h, visible]
+        lse[b, h, row] = scores.logsumexp(dim=0)
+    return out, lse
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 def test_every_backend_keeps_the_contract(backend):
     for options in CASES:
         for queries in (1, 5, 19):
-            case = Case(heads=3, queries=queries, keys=19, head_dim=4, **options)
-            given = inputs_of(case)
-            tensors = dict(given.tensors)
-            more = dict(given.options)
-            if "w" in tensors:
-                more["score_bias"] = ScoreBias(tensors.get("u"), tensors["w"])
-            q, k, v, bias, weight = map(tensors.get, ("q", "k", "v", "bias", "weight"))
-            out = BACKENDS[backend](q, k, v, bias, weight=weight, **more)
-            expected = by_loop(q, k, v, bias, weight=weight, **more)
-            torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-6, msg=str(case))
+            inputs = inputs_of(Case(heads=3, queries=queries, keys=19, head_dim=4, **options))
+            results = inputs.attend(BACKENDS[backend], inputs.tensors)
+            for ours, expected in zip(results, inputs.attend(by_loop, inputs.tensors), strict=True):
+                torch.testing.assert_close(ours.double(), expected, rtol=0, atol=4e-6, msg=options)
 
 
 def test_sdpa_is_the_definition_on_random_cases_in_every_precision():
@@ -94,12 +88,12 @@ def test_many_tiles_of_heads_and_blocks_of_queries_add_up_and_twice_to_the_same_
 
 
 def test_where_a_head_is_blind_to_a_distance_its_bias_gets_no_gradient():
-    given = inputs_of(Case(heads=2, queries=300, keys=300))
-    given.tensors["bias"][1, 200:] = -torch.inf
-    found = values_and_gradients(BACKENDS["sdpa"], given)
-    assert all(x.isfinite().all() for x in found.values())
-    assert (found["bias"][1, 200:] == 0).all()
-    assert (found["bias"][0, 200:300] != 0).all()
+    inputs = inputs_of(Case(heads=2, queries=300, keys=300))
+    inputs.tensors["bias"][1, 200:] = -torch.inf
+    results = values_and_gradients(BACKENDS["sdpa"], inputs)
+    assert all(x.isfinite().all() for x in results.values())
+    assert (results["bias"][1, 200:] == 0).all()
+    assert (results["bias"][0, 200:300] != 0).all()
 
 
 def test_checkpointing_and_inference_change_nothing():

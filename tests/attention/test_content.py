@@ -25,22 +25,22 @@ def inputs(backend, *, ones, dtype=torch.float32):
 def difference(ours, exact):
     """The largest, relative to the largest exact value of each tensor, at least 1."""
     assert ours.keys() == exact.keys()
-    found = []
+    differences = []
     for name, expected in exact.items():
         largest = max(1.0, expected.abs().max().item())
-        found.append((ours[name].double() - expected).abs().max().item() / largest)
-    return max(found)
+        differences.append((ours[name].double() - expected).abs().max().item() / largest)
+    return max(differences)
 
 
 @every_backend
 def test_half_precision_rounds_inputs_and_not_the_bias(backend):
     for ones in (False, True):
-        given = inputs(backend, ones=ones, dtype=torch.float16)
-        given.tensors["w"] *= 20
-        exact = values_and_gradients(BACKENDS["eager"], given, double=True)
-        ours = values_and_gradients(BACKENDS[backend], given)
+        case_inputs = inputs(backend, ones=ones, dtype=torch.float16)
+        case_inputs.tensors["w"] *= 20
+        exact = values_and_gradients(BACKENDS["eager"], case_inputs, double=True)
+        ours = values_and_gradients(BACKENDS[backend], case_inputs)
         # Biases near 200 would be rounded by 0.5. Only values, probabilities and the output are.
-        rounding = torch.finfo(torch.float16).eps * given.tensors["v"].abs().max()
+        rounding = torch.finfo(torch.float16).eps * case_inputs.tensors["v"].abs().max()
         assert (ours["out"].double() - exact["out"]).abs().max() <= rounding
         assert difference(ours, exact) <= 0.03
 
@@ -49,28 +49,28 @@ def test_half_precision_rounds_inputs_and_not_the_bias(backend):
 def test_far_sums_lose_no_digits(backend):
     """Sums of 10^5 are exact to 0.008 in float32. What counts differs by a few from key to key."""
     for ones in (False, True):
-        given = inputs(backend, ones=ones)
-        steps = torch.rand(given.tensors["w"].shape, dtype=torch.float64)
-        given.tensors["w"] = steps.cumsum(2)
+        case_inputs = inputs(backend, ones=ones)
+        steps = torch.rand(case_inputs.tensors["w"].shape, dtype=torch.float64)
+        case_inputs.tensors["w"] = steps.cumsum(2)
         if not ones:
-            given.tensors["u"] = given.tensors["u"].abs()
-        exact = values_and_gradients(BACKENDS["eager"], given, double=True)
-        given.tensors["w"] = 1e5 + given.tensors["w"]
-        assert difference(values_and_gradients(BACKENDS[backend], given), exact) <= 3e-5
+            case_inputs.tensors["u"] = case_inputs.tensors["u"].abs()
+        exact = values_and_gradients(BACKENDS["eager"], case_inputs, double=True)
+        case_inputs.tensors["w"] = 1e5 + case_inputs.tensors["w"]
+        assert difference(values_and_gradients(BACKENDS[backend], case_inputs), exact) <= 3e-5
 
 
 def test_products_of_positions_lose_no_digits():
     """u·w = -(i - j) b_j of rank two, far from the beginning of a text."""
-    given = inputs("sdpa", ones=True)
-    steps, position = given.tensors["w"], torch.arange(300) + 1e5
+    case_inputs = inputs("sdpa", ones=True)
+    steps, position = case_inputs.tensors["w"], torch.arange(300) + 1e5
     position = position.expand(1, 2, 300)[..., None]
     rates = torch.rand(steps.shape, dtype=torch.float64)
-    given.tensors["u"] = torch.cat([-position, torch.ones_like(position)], dim=-1)
-    given.tensors["w"] = torch.cat([rates, position * rates], dim=-1)
-    exact = values_and_gradients(BACKENDS["eager"], given, double=True)
+    case_inputs.tensors["u"] = torch.cat([-position, torch.ones_like(position)], dim=-1)
+    case_inputs.tensors["w"] = torch.cat([rates, position * rates], dim=-1)
+    exact = values_and_gradients(BACKENDS["eager"], case_inputs, double=True)
     # The gradient of b_j: that of both columns, which cancel but for i - j.
-    ours = values_and_gradients(BACKENDS["sdpa"], given)
-    for found in (ours, exact):
-        found["w"] = found["w"][..., 0] + position[..., 0] * found["w"][..., 1]
-        del found["u"]
+    ours = values_and_gradients(BACKENDS["sdpa"], case_inputs)
+    for values in (ours, exact):
+        values["w"] = values["w"][..., 0] + position[..., 0] * values["w"][..., 1]
+        del values["u"]
     assert difference(ours, exact) <= 3e-5

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.attention import attention
+from megatron.attention import attend
 from tests.attention.random_cases import Case, inputs_of, largest_error
 
 KEYS = 700
@@ -27,10 +27,9 @@ def index_bias(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return -slopes * distance * (1 + queries[:, None] / 100)
 
 
-def one_by_one(q, k, v, bias, *, score_bias=None, **options):
-    """Public attention, with a bias by content as pairs of tensors."""
-    content = None if score_bias is None else (score_bias.u, score_bias.w)
-    return attention(q, k, v, bias, score_bias=content, backend="sdpa", **options)
+def one_by_one(q, k, v, terms):
+    """Attention as models call it, which has no lse."""
+    return attend(q, k, v, terms, "sdpa"), None
 
 
 OPTIONS = {
@@ -46,7 +45,14 @@ OPTIONS = {
 @pytest.mark.parametrize("option", OPTIONS)
 def test_documents_one_by_one_are_attention_under_a_mask(option):
     for kind, queries in [("mixed", KEYS), ("short", KEYS), ("long", 450), ("mixed", 1)]:
-        sizes = {"batch": 3, "heads": 2, "queries": queries, "keys": KEYS, "head_dim": 8}
+        sizes = {
+            "batch": 3,
+            "heads": 2,
+            "queries": queries,
+            "keys": KEYS,
+            "head_dim": 8,
+            "lse": False,
+        }
         inputs = inputs_of(Case(**sizes, **OPTIONS[option]))
         inputs.options["segments"] = segments(kind)
         if option == "index":

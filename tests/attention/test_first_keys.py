@@ -7,9 +7,9 @@ import torch
 
 from megatron.attention import BACKENDS
 from megatron.attention import first_keys as module
-from megatron.attention.eager import ScoreBias, mask
+from megatron.attention.eager import all_scores
 from megatron.attention.first_keys import GRAIN, first_keys
-from megatron.attention.scope import Inputs, Scope
+from megatron.attention.terms import Terms
 from tests.attention import random_cases
 
 KEYS = 1300
@@ -43,91 +43,72 @@ def case(number, *, scale=None):
         k[:, :, ::7] = -k[:, :, KEYS - 1 :]
     if scale is not None:
         q, k = scale * q / q.abs().max(), scale * k / k.abs().max()
-    given = {"q": q, "k": k, "v": torch.randn(batch, heads, KEYS, head_dim)}
+    tensors = {"q": q, "k": k, "v": torch.randn(batch, heads, KEYS, head_dim)}
     bias = table(draw, heads)
     if bias is not None:
-        given["bias"] = bias
+        tensors["bias"] = bias
     if bias is None or draw.random() < 0.4:
         steps = torch.rand(batch, heads, KEYS, 1, dtype=torch.float64) * 10 ** draw.uniform(-2, 1)
         if draw.random() < 0.3:
             steps = steps - steps.mean()
-        given["w"] = steps.cumsum(2)
+        tensors["w"] = steps.cumsum(2)
         if draw.random() < 0.6:
-            given["u"] = torch.rand(batch, heads, queries, 1) * draw.choice([1, -1]) + 0.2
+            tensors["u"] = torch.rand(batch, heads, queries, 1) * draw.choice([1, -1]) + 0.2
     options = {"window": draw.choice([None, None, 100, 700]), "chunk": draw.choice([None, 200])}
-    options |= {"segments": None, "index_bias": None}
     if draw.random() < 0.3:
         options["segments"] = torch.randint(0, 2, (batch, KEYS)).cumsum(1) // draw.choice([50, 300])
-    return random_cases.Inputs(given, torch.randn(*q.shape), options)
+    return random_cases.Inputs(tensors, torch.randn(*q.shape), options=options)
 
 
 def firsts_of(inputs):
-    names = ("q", "k", "v", "bias", "weight", "segments", "u", "w")
-    tensors = {**inputs.tensors, "segments": inputs.options["segments"]}
-    lengths = (inputs.tensors["q"].shape[2], KEYS)
-    scope = Scope(*lengths, inputs.options["window"], inputs.options["chunk"])
-    return first_keys(Inputs.of(scope, *map(tensors.get, names)))
+    return inputs.attend(lambda q, k, v, terms: (first_keys(q, k, terms), None), inputs.tensors)[0]
 
 
 def below_most(inputs):
-    """Scores less the highest of a query, by the definition in float64; -inf where masked."""
-    given = inputs.tensors
-    q, k = given["q"].double(), given["k"].double()
-    key = torch.arange(KEYS)
-    query = key[KEYS - q.shape[2] :]
-    total = q @ k.mT / math.sqrt(q.shape[-1])
-    if "bias" in given:
-        total += given["bias"].double()[:, (query[:, None] - key).clamp(min=0)]
-    if "w" in given:
-        total += ScoreBias(given.get("u"), given["w"]).bias(query)
-    masks = (inputs.options[name] for name in ("window", "chunk", "segments"))
-    total = total.masked_fill(mask(query, key, *masks), -math.inf)
-    return total - total.amax(-1, keepdim=True)
+    """Scores less the highest of a query, by the definition in float64; -inf where mbounded."""
+    double = {name: x.double() for name, x in inputs.tensors.items()}
+    scores, *_ = inputs.attend(lambda q, k, v, terms: (all_scores(q, k, terms), None), double)
+    return scores - scores.amax(-1, keepdim=True)
 
 
 def test_no_key_is_skipped_that_would_get_anything():
-    asked = 0
+    bounded = 0
     for number in range(40):
         inputs = case(number)
         firsts = firsts_of(inputs)
         if firsts is None:
             continue
-        asked += 1
+        bounded += 1
         exact = below_most(inputs)
         for grain, of_heads in enumerate(firsts):
             rows = slice(grain * GRAIN, (grain + 1) * GRAIN)
             for head, first_key in enumerate(of_heads):
                 assert (exact[:, head, rows, :first_key] < LEAST).all(), (number, grain, head)
-    assert asked >= 5
+    assert bounded >= 5
 
 
 def test_values_and_gradients_are_those_of_the_definition():
-    asked = 0
+    bounded = 0
     for number in range(16):
         inputs = case(number, scale=1.0)
         if firsts_of(inputs) is not None:
-            asked += 1
+            bounded += 1
             assert random_cases.largest_error(BACKENDS["sdpa"], inputs) < 2e-5, number
-    assert asked >= 4
+    assert bounded >= 4
 
 
-def whole(q, k, table) -> Inputs:
-    keys = k.shape[2]
-    return Inputs(q, k, k, table, None, None, Scope(keys, keys, None, None))
-
-
-def test_where_no_table_falls_far_enough_nothing_is_asked(monkeypatch):
+def test_where_no_table_falls_far_enough_nothing_is_bounded(monkeypatch):
     q, k = torch.randn(2, 1, 2, 2048, 8)
     table = -0.05 * torch.arange(2048).float().expand(2, -1)  # 102 at the end
-    assert first_keys(whole(q * 0, k * 0, table * 2)) is not None
+    assert first_keys(q * 0, k * 0, Terms(table * 2)) is not None
     monkeypatch.setattr(module, "_in_grains", None)  # would fail if it were called
-    assert first_keys(whole(q, k, table)) is None
+    assert first_keys(q, k, Terms(table)) is None
 
 
 def test_keys_beyond_the_reach_of_a_steep_bias_are_skipped():
     q, k = torch.zeros(2, 1, 2, KEYS, 8)
     table = -0.5 * torch.arange(KEYS).float().expand(2, -1)  # nothing beyond 210
-    firsts = first_keys(whole(q, k, table))
+    firsts = first_keys(q, k, Terms(table))
     assert firsts is not None
     for grain, of_heads in enumerate(firsts):
         least = max(0, GRAIN * grain - 210)

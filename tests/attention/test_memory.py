@@ -19,7 +19,8 @@ import sys
 from pathlib import Path
 import torch
 from megatron.attention import attention
-from megatron.attention.near_far import Keys, near_far
+from megatron.attention.terms import Terms
+from megatron.evaluation.methods import near_far
 
 def kib(name):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -33,11 +34,11 @@ def extra(length, learned, kind):
     w = torch.rand(1, HEADS, length) * 1e-3  # nothing may be skipped
     score_bias = (u, w.cumsum(2)) if kind == "product" else None
     index = torch.arange(length)
-    far = Keys(q.flip(2), k.flip(2), index, index // 4)
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
     before = kib("VmRSS")
     if kind == "near and far":
-        near_far(Keys(q, k, index, index), far, v, distance=512, sinks=4)
+        far, places = (q.flip(2), k.flip(2)), (index, index // 4)
+        near_far((q, k), far, v, Terms(), places=places, distance=512, sinks=4)
         return kib("VmHWM") - before
     out = attention(q, k, v, bias, score_bias=score_bias, backend="sdpa")
     if learned:
@@ -65,11 +66,9 @@ def test_memory_grows_with_length_and_16384_tokens_with_12_heads_need_less_than_
     # glibc would keep and reuse freed memory; above this size it returns every piece at once.
     env = {"MALLOC_MMAP_THRESHOLD_": "65536"}
     script = SCRIPT.replace("HEADS", str(HEADS)).replace("LENGTHS", str(lengths))
-    found = run("-c", script.replace("KIND", kind), env=env, timeout=400)
-    assert found.returncode == 0, found.stderr
-    forward, both = zip(
-        *[map(int, line.split()) for line in found.stdout.splitlines()], strict=True
-    )
+    done = run("-c", script.replace("KIND", kind), env=env, timeout=400)
+    assert done.returncode == 0, done.stderr
+    forward, both = zip(*[map(int, line.split()) for line in done.stdout.splitlines()], strict=True)
     for used, most in ((forward, 256), (both, 768)):  # MiB
         assert used[2] < GROWTH * used[1] < GROWTH**2 * used[0], f"{used} KiB"
         by_token = (used[2] - used[1]) / (lengths[2] - lengths[1])

@@ -1,5 +1,7 @@
 """A compiled backend is compared with the definition at its first use of a kind, and only there."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -32,17 +34,23 @@ def inputs(length=20, **more):
     return {"q": q, "k": k, "v": v, "bias": torch.randn(2, length), "backend": "planted", **more}
 
 
-def half_a_gradient(q, k, v, bias, **more):
-    return eager(q, k, v, bias.detach() / 2 + bias / 2, **more)
+def half_a_gradient(q, k, v, terms):
+    bias = terms.bias.detach() / 2 + terms.bias / 2
+    return eager(q, k, v, replace(terms, bias=bias))
 
 
-def not_a_number_at_the_end(q, k, v, bias, **more):
-    out = eager(q, k, v, bias, **more)
-    return torch.cat([out[:, :, :-1], out[:, :, -1:] * torch.nan], dim=2)
+def not_a_number_at_the_end(q, k, v, terms):
+    out, lse = eager(q, k, v, terms)
+    return torch.cat([out[:, :, :-1], out[:, :, -1:] * torch.nan], dim=2), lse
 
 
-def no_window(q, k, v, bias, **more):
-    return eager(q, k, v, bias, **{**more, "window": None})
+def a_number_left_out(q, k, v, terms):
+    out, lse = eager(q, k, v, terms)
+    return out, None if lse is None else lse + 1
+
+
+def no_window(q, k, v, terms):
+    return eager(q, k, v, replace(terms, window=None))
 
 
 def crash(q, *rest, **more):
@@ -54,6 +62,7 @@ def test_a_broken_kernel_is_an_error_and_not_wrong_science(plant):
     for broken, more, message in (
         (half_a_gradient, {}, wrong + r", with gradients\): its gradient of bias differs"),
         (not_a_number_at_the_end, {}, "its output differs from the definition by nan%"),
+        (a_number_left_out, {}, "its lse differs from the definition by"),
         (
             no_window,
             {"window": 5},
@@ -62,19 +71,19 @@ def test_a_broken_kernel_is_an_error_and_not_wrong_science(plant):
         (crash, {}, "RuntimeError: ptxas: unsupported - choose attention_backend: sdpa"),
     ):
         plant(broken)
-        given = inputs(**more)
-        given["bias"].requires_grad_()
+        arguments = inputs(**more)
+        arguments["bias"].requires_grad_()
         with pytest.raises(UserError, match=f"attention_backend: planted .*{message}"):
-            attention(**given)
+            attention(**arguments)
         if broken is not crash:
-            attention(**given, self_check=False)
+            attention(**arguments, self_check=False)
 
 
 def test_a_right_kernel_is_checked_once_for_every_kind(plant):
     lengths = plant(eager)
     learned = inputs()
     learned["q"].requires_grad_()
-    for given, called in (
+    for arguments, called in (
         (inputs(), [200, 20]),
         (inputs(30), [30]),
         (inputs(32), [208, 32]),  # a multiple of 16 is another program
@@ -85,7 +94,7 @@ def test_a_right_kernel_is_checked_once_for_every_kind(plant):
         ({**inputs(), "backend": "sdpa"}, []),
     ):
         lengths.clear()
-        attention(**given)
+        attention(**arguments)
         assert lengths == called
 
 
@@ -95,12 +104,12 @@ def test_the_check_disturbs_nothing_around_it(plant):
         attention(**inputs())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         attention(**inputs(weight=torch.rand(2, 20)))
-    given = inputs()
-    given["bias"].requires_grad_()
+    arguments = inputs()
+    arguments["bias"].requires_grad_()
     before = torch.get_rng_state()
-    out = checkpoint(attention, use_reentrant=False, **given)
-    recomputed = torch.autograd.grad(out.square().sum(), given["bias"])
-    plain = torch.autograd.grad(attention(**given).square().sum(), given["bias"])
+    out = checkpoint(attention, use_reentrant=False, **arguments)
+    recomputed = torch.autograd.grad(out.square().sum(), arguments["bias"])
+    plain = torch.autograd.grad(attention(**arguments).square().sum(), arguments["bias"])
     assert torch.equal(*recomputed, *plain)
     assert torch.equal(torch.get_rng_state(), before)
     assert lengths.count(200) == 3

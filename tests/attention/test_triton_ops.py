@@ -19,25 +19,25 @@ SEGMENTS = (torch.arange(20) // 8).expand(2, -1)
 def inputs(*, bias=True, weight=False) -> list[torch.Tensor | None]:
     """q, k, v [2, 1, 20, 16] laid out as a model has them, bias and weight."""
     fused = torch.randn(2, 20, 1, 3, 16).permute(3, 0, 2, 1, 4)
-    tables = [torch.randn(1, 23) if given else None for given in (bias, weight)]
+    tables = [torch.randn(1, 23) if has_table else None for has_table in (bias, weight)]
     return [x if x is None else x.to(DEVICE).requires_grad_() for x in (*fused.detach(), *tables)]
 
 
 def test_compiled_code_has_no_break_and_the_same_bits():
     more = {"window": 15, "chunk": 6, "segments": SEGMENTS.to(DEVICE)}
-    given = inputs(weight=True)
+    tensors = inputs(weight=True)
 
     def layer(q, k, v, bias, weight):
         out = attention(q * 1.5, k, v, bias, weight=weight, backend="triton", **more)
         return out.sin().square().sum()
 
-    leaves = [x for x in given if x is not None]
-    plain = layer(*given)
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)(*given)
+    leaves = [x for x in tensors if x is not None]
+    plain = layer(*tensors)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)(*tensors)
     assert torch.equal(compiled, plain)
     expected = torch.autograd.grad(plain, leaves)
-    found = torch.autograd.grad(compiled, leaves)
-    assert all(map(torch.equal, found, expected))
+    gradients = torch.autograd.grad(compiled, leaves)
+    assert all(map(torch.equal, gradients, expected))
 
 
 def test_a_copy_of_the_code_has_operators_of_its_own():
@@ -59,9 +59,11 @@ def test_gradients_of_a_table_that_is_transposed_have_the_declared_strides():
     bias = bias.t().contiguous().t()
     sizes = (20, 20)
     out, lse = attention_op(q, k, v, bias, None, None, *sizes)
-    given = [torch.ones_like(out), q, k, v, bias, None, None, *sizes, None, None, out, lse, True]
-    real = attention_backward_op(*given)
+    dout, dlse = torch.ones_like(out), torch.ones_like(lse)
+    rest = (bias, None, None, *sizes, None, None, out, lse, True, dlse)
+    arguments = [dout, q, k, v, *rest]
+    real = attention_backward_op(*arguments)
     with FakeTensorMode() as mode:
-        fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in given]
+        fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments]
         declared = attention_backward_op(*fakes)
     assert [x.stride() for x in real] == [x.stride() for x in declared]

@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from megatron.attention.terms import Content, Terms
 from megatron.errors import UserError
+from megatron.evaluation import methods
 from megatron.evaluation.methods import (
     FACTORS,
     METHODS,
@@ -18,10 +19,11 @@ from megatron.evaluation.methods import (
     clipped,
     faults_of,
     method_of,
+    near_far,
 )
 from megatron.model import GPT
 from megatron.model.block import Text
-from megatron.positions import Position, Shape, build
+from megatron.positions import Shape, build
 from tests.encodings import every_signature
 from tests.model.test_cache import in_pieces, model
 
@@ -128,11 +130,6 @@ def test_after_other_frequencies_a_model_reads_as_it_was_trained():
         assert torch.allclose(gpt(ids), plain) == (method is None)
 
 
-def text_of(position: Position, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Text:
-    options = {"weight": None, "window": None, "score_bias": None, "backend": "eager"}
-    return Text(position, q, k, v, bias, None, options)
-
-
 def test_a_table_is_asked_for_places_in_the_cache_or_for_the_ceiling():
     """Attention with slopes 2^-2, 2^-4, 2^-6, 2^-8, by its definition in float64."""
     q, k, v = torch.randn(3, 2, 4, 60, 8, dtype=torch.float64)
@@ -149,7 +146,7 @@ def test_a_table_is_asked_for_places_in_the_cache_or_for_the_ceiling():
         scores = q @ k.mT / math.sqrt(8) - slopes[:, None, None] * distance
         expected = scores.masked_fill(~visible, -math.inf).softmax(-1) @ v
         bias = position.distance_bias(method.table_length(60))
-        found = attention_by_method(method, text_of(position, q, k, v, bias))
+        found = attention_by_method(method, Text(position, q, k, v, Terms(bias)))
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
@@ -172,7 +169,7 @@ def test_the_last_query_of_a_step_has_the_scores_of_transformers_dynamic_ntk(fac
     q, k, v = torch.randn(3, 1, 4, 192, 8)
     method = method_of(f"dynamic_ntk,factor={factor},step={step}", 64)
     position = build("rotary", Shape(4, 8, 32, 64))
-    found = attention_by_method(method, text_of(position, q, k, v, None))
+    found = attention_by_method(method, Text(position, q, k, v, Terms()))
     for length in (1, 40, 64, 80, 128, 192):
         rope = LlamaRotaryEmbedding(theirs_config)  # it remembers the longest text
         cos, sin = rope(q, torch.arange(length)[None])
@@ -235,3 +232,66 @@ def test_a_method_names_all_of_its_options():
         assert method_of(given, 512).text == text
         assert method_of(text, 512) == method_of(given, 512)
     assert set(METHODS) == set(VARIANTS) - {"sinks", "clip_distance"} | {"pi", "ntk", "longrope"}
+
+
+def by_definition(near, far, v, terms, *, places, distance, sinks):
+    """`near_far` with one matrix of scores for each version."""
+    queries, keys = near[0].shape[2], v.shape[2]
+    index = torch.arange(keys)
+    query = index[keys - queries :]
+    back = query[:, None] - index
+    versions = []
+    for (q, k), (query_place, key_place) in ((near, (query, index)), (far, places)):
+        table_distance = (query_place[:, None] - key_place).clamp(0, terms.bias.shape[1] - 1)
+        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        scores = scores * terms.weight[:, table_distance] + terms.bias[:, table_distance]
+        if terms.content is not None:
+            scores = scores + terms.content.u @ terms.content.w.mT
+        versions.append(scores)
+    is_near = (back >= 0) & (back < distance)
+    is_far = back >= distance
+    if sinks is not None:
+        is_far = is_far & (index < sinks)
+    visible = (is_near | is_far) & (back < (terms.window or keys))
+    scores = torch.where(is_near, *versions).masked_fill(~visible, -math.inf)
+    return scores.softmax(-1) @ v
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_near_and_far_keys_in_blocks_give_the_formula(monkeypatch, dtype):
+    monkeypatch.setattr(methods, "BLOCK", 8)
+    tolerance = (
+        {"rtol": 0, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 2**-8, "atol": 1e-6}
+    )
+    for number, (queries, keys, distance, window, sinks) in enumerate((
+        (40, 40, 7, None, None),
+        (40, 40, 1, None, None),
+        (40, 40, 100, None, None),
+        (40, 40, 7, 20, None),
+        (40, 40, 20, 7, None),
+        (40, 40, 9, None, 30),
+        (40, 40, 1, None, 1),
+        (1, 40, 7, None, None),
+        (13, 40, 7, None, 2),
+        (1, 1, 7, None, 2),
+    )):  # fmt: skip
+        near, far = (
+            tuple(
+                torch.randn(2, 3, length, dim, dtype=torch.float64).to(dtype)
+                for length in (queries, keys)
+            )
+            for dim in (4, 6)
+        )
+        v = torch.randn(2, 3, keys, 5, dtype=torch.float64).to(dtype)
+        index = torch.arange(keys)
+        query = index[keys - queries :]
+        u, w = torch.randn(2, 2, 3, keys, 2, dtype=torch.float64)
+        content = Content.of((u[:, :, keys - queries :], w), queries) if number % 2 else None
+        bias, weight = torch.randn(2, 3, keys + 2, dtype=torch.float64)
+        terms = Terms(bias, weight, window, content=content)
+        options = {"places": ((query + 3) // 2, index // 2), "distance": distance, "sinks": sinks}
+        result = near_far(near, far, v, terms, **options)
+        double = [tuple(x.double() for x in pair) for pair in (near, far)]
+        expected = by_definition(*double, v.double(), terms, **options)
+        assert result.dtype == dtype
+        torch.testing.assert_close(result.double(), expected, **tolerance)

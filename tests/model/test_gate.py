@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.attention.terms import Terms
 from megatron.model import Architecture
 from megatron.model.block import AttentionInputs, SelfAttention
 from megatron.positions import build
@@ -46,7 +47,7 @@ def test_a_gate_gives_the_numbers_of_its_authors(variant):
     if grouped:
         weights |= {ours: golden.numbers[f"param.{theirs}"] for ours, theirs in norms.items()}
     layer.load_state_dict(weights)
-    inputs = AttentionInputs(build("rotary", shape).double(), bias=None, options={})
+    inputs = AttentionInputs(build("rotary", shape).double(), Terms())
 
     for length in golden.lengths:
         x = golden.inputs[f"{length}.x"].double().requires_grad_()

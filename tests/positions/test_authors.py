@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.attention import attention
-from megatron.attention.eager import ScoreBias
+from megatron.attention.terms import Content
 from megatron.errors import UserError
 from megatron.positions import Position, Shape, build
 from megatron.positions.precision import UNBOUNDED
@@ -243,8 +243,7 @@ def scores_of(position: Position, q: Tensor, k: Tensor, x: Tensor) -> Tensor:
     if position.has("index_bias"):
         scores = scores + position.index_bias(index, index)
     if position.has("score_bias"):
-        score_bias = ScoreBias.of(position.score_bias(x, {}))
-        scores = scores + score_bias.bias(index)
+        scores = scores + Content.of(position.score_bias(x, {}), length).bias()
     if position.has("on_scores"):
         scores = position.on_scores(scores, x, {})
     return scores

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.attention.terms import Terms
 from megatron.evaluation.methods import Method, attention_by_method, method_of
 from megatron.model.block import Text
 from megatron.positions import build
@@ -79,8 +80,7 @@ def text_of(golden: Golden, length: str) -> Text:
     if trained is not None:
         visible = torch.arange(1, q.shape[2] + 1, dtype=torch.float64)
         scale = (visible.log() / math.log(trained)).clamp(min=1)
-    options = {"weight": None, "window": None, "score_bias": None}
-    return Text(position, q.requires_grad_(), k.requires_grad_(), v, None, scale, options)
+    return Text(position, q.requires_grad_(), k.requires_grad_(), v, Terms(), scale)
 
 
 def scores_of(method: Method, text: Text) -> Tensor:

@@ -6,7 +6,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron.attention import attention
-from megatron.attention.eager import ScoreBias, all_scores
+from megatron.attention.eager import all_scores
+from megatron.attention.terms import Content, Terms
 from megatron.errors import UserError
 from megatron.positions import Position, Shape, build
 from megatron.positions.base import Memory
@@ -14,7 +15,6 @@ from tests.positions.golden import FOLDER
 from tests.positions.test_authors import close, lower_triangle
 
 SHAPE = Shape(heads=3, head_dim=8, hidden=24, train_length=64)
-NOTHING = dict.fromkeys(("weight", "window", "chunk", "segments", "index_bias"))
 
 
 def given(name: str, w: Tensor, beta: Tensor, log_f: Tensor | None):
@@ -68,8 +68,8 @@ def test_path_gives_the_numbers_of_its_authors(name, backend):
         position = given(name, leaves["w"], leaves["beta"], leaves.get("log_f"))
         terms = scores_of(position, q, k, inputs[f"{length}.x"].double(), {})
 
-        dense = terms | {"score_bias": ScoreBias.of(terms.get("score_bias"))}
-        scores = all_scores(q, k, None, **NOTHING, **dense)
+        content = Content.of(terms.get("score_bias"), q.shape[2])
+        scores = all_scores(q, k, Terms(scores=terms["block_scores"], content=content))
         theirs = numbers.get(f"{name}.{length}.scores")
         if theirs is not None:
             # The softmax ignores what is the same for all keys of a query.

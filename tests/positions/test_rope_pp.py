@@ -6,6 +6,7 @@ import pytest
 from torch import nn
 
 from megatron.attention import attention
+from megatron.attention.terms import Terms
 from megatron.config import load as load_config
 from megatron.errors import UserError
 from megatron.interop.families import fused, parted
@@ -16,7 +17,6 @@ from tests.positions.golden import load
 from tests.positions.test_authors import close, lower_triangle
 
 YARN = {"high_freq_factor": 32.0, "low_freq_factor": 1.0, "original_length": 4096}
-OPTIONS = {"weight": None, "window": None, "score_bias": None, "backend": "eager"}
 SHAPE = ["num_layers=1", "hidden_size=24", "num_attention_heads=6", "seq_length=16"]
 
 
@@ -72,7 +72,7 @@ def test_a_layer_is_that_of_the_authors(variant):
     for length in (key for key in golden.numbers if key.endswith("layer_out")):
         expected = golden.of_length(length.split(".")[0])
         x = golden.inputs[f"{length.split('.')[0]}.x"].double().requires_grad_()
-        out_of_layer = layer(x, AttentionInputs(position, None, OPTIONS))
+        out_of_layer = layer(x, AttentionInputs(position, Terms(), "eager"))
         close(out_of_layer, expected["layer_out"], 2e-5)
         if "grad_x" not in expected:
             continue

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -84,8 +85,8 @@ def test_a_machine_that_cannot_compile_is_told_so_and_a_broken_backend_is_found(
         with pytest.raises(UserError, match=r"cannot compile \(no compiler\) - install a C\+\+"):
             compile_layers(model, grid.device)
 
-    def a_key_too_far(q, k, v, bias, **more):
-        return eager(q, k, v, bias.roll(1, dims=1), **more)
+    def a_key_too_far(q, k, v, terms):
+        return eager(q, k, v, replace(terms, bias=terms.bias.roll(1, dims=1)))
 
     monkeypatch.setitem(BACKENDS, "planted", a_key_too_far)
     monkeypatch.setattr(trainer_module, "compile_layers", lambda *_: None)
