@@ -1,7 +1,7 @@
 """Causal attention with a bias by head and distance, and the choice of its backend."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from megatron.attention.documents import TOGETHER, by_document, stretches_of
 from megatron.attention.eager import eager
 from megatron.attention.sdpa import sdpa
 from megatron.attention.self_check import check
-from megatron.attention.terms import BlockScores, Content, Terms, merge
+from megatron.attention.terms import BlockScores, Content, Terms, with_sink
 from megatron.attention.triton_kernel import refusal as triton_refusal
 from megatron.attention.triton_kernel import triton_attention
 from megatron.errors import UserError
@@ -115,7 +115,6 @@ def attention(
         Content.of(score_bias, q.shape[2]),
         block_scores,
         sink,
-        needs_lse=sink is not None,
     )
     return attend(q, k, v, terms, backend, self_check=self_check)
 
@@ -124,6 +123,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, backend: str = "auto", *, self_check: bool = True
 ) -> Tensor:
     """`attention`, with its options as a record."""
+    terms = replace(terms, needs_lse=terms.sink is not None)
     content, segments = terms.content, terms.segments
     needs = Needs(
         q,
@@ -148,12 +148,7 @@ def attend(
     if self_check and name not in TRUSTED and not compiling:
         check(name, BACKENDS[name], q, k, v, terms=terms)
     out, lse = BACKENDS[name](q, k, v, terms)
-    if terms.sink is None:
-        return out
-    assert lse is not None
-    # A key more, whose score is the sink and whose value is 0.
-    sink_lse = terms.sink.to(lse.dtype)[:, None].expand_as(lse)
-    return merge(out, lse, torch.zeros_like(out), sink_lse)[0]
+    return out if lse is None else with_sink(out, lse, terms.sink)
 
 
 @dataclass(frozen=True)

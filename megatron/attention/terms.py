@@ -146,6 +146,14 @@ class Terms:
         return all(term is None for term in others)
 
 
+def with_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
+    """The output beside one key more, whose score is the sink [heads] and whose value is 0."""
+    if sink is None:
+        return out
+    sink_lse = sink.to(lse.dtype)[:, None].expand_as(lse)
+    return merge(out, lse, torch.zeros_like(out), sink_lse)[0]
+
+
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """The softmax over two sets of keys, from the output and the lse of each.
 

@@ -126,9 +126,11 @@ class Config(Sections):
     def beside_encoding(self) -> dict[str, str]:
         """What labels name beside the encoding, by the keys of rows; empty where all is usual."""
         counts = [(kind, len([*alike])) for kind, alike in groupby(self.model.layers)]
+        softmax_type = self.model.softmax_type
         facts = {
             "layer_kinds": " + ".join(f"{count} {kind}" for kind, count in counts),
             "attention_gate": self.model.attention_gate,
+            "softmax_type": None if softmax_type == "vanilla" else softmax_type,
             "optimizer_type": "Muon" if self.optimizer.optimizer.type == "Muon" else None,
         }
         return {key: value for key, value in facts.items() if value}

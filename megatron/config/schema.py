@@ -159,6 +159,10 @@ class Model(Section):
     """Multiply what each head reads by the sigmoid of a projection of the layer's input (arXiv
     2505.06708): head: one number for a head; element: one for each of its features (Qwen3-Next).
     The gates are rows of the queries' projection, with its bias."""
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
+    """The sum that attention divides by: vanilla: of the keys' exponentials; off-by-one: that plus
+    1; learnable: that plus exp(a), with a learned number a for each head of each layer, 0 at first
+    (learned sinks, gpt-oss). As in Megatron-LM."""
     layers: Pattern[Literal["attention", "gated_delta", "kda"]] = ()
     """Kinds of layers, a repeated pattern such as `[gated_delta, gated_delta, gated_delta,
     attention]`: gated_delta is Gated DeltaNet (arXiv 2412.06464), kda Kimi Delta Attention (arXiv

@@ -47,8 +47,9 @@ def attention_by_distance(model: GPT, windows: Sequence[np.ndarray]) -> tuple[Te
     def recording(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor | None]:
         blocks: list[Tensor] = []  # probabilities of the last queries: [heads, queries, keys] each
         if terms.on_scores is not None or terms.scores is not None:
-            out, lse = eager(q, k, v, terms)
-            blocks.append(probabilities(q, k, terms)[0, :, -QUERIES:])
+            p = probabilities(q, k, terms)
+            out, lse = (p @ v.to(p.dtype)).to(q.dtype), None  # beside the sink already
+            blocks.append(p[0, :, -QUERIES:])
         else:
             out, lse = BACKENDS["sdpa"](q, k, v, terms)
             first = max(0, length - QUERIES)

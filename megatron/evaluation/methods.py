@@ -35,7 +35,7 @@ from megatron.attention import attend
 from megatron.attention.eager import all_scores, attended
 from megatron.attention.scope import BLOCK
 from megatron.attention.sdpa import MOST_SCORES, sdpa
-from megatron.attention.terms import Terms, merge
+from megatron.attention.terms import Terms, merge, with_sink
 from megatron.errors import UserError, did_you_mean
 from megatron.model.block import Text
 from megatron.model.gated_delta import for_each_query_head
@@ -436,12 +436,12 @@ def near_far(
     assert lse is not None
     first = max(0, distance - before)  # the first query with far keys
     if first >= queries or (window is not None and window <= distance):
-        return out.to(v.dtype)
+        return with_sink(out, lse, terms.sink).to(v.dtype)
 
     # The keys that are far enough are those of a causal mask, `distance` tokens earlier.
     tables = terms.bias is not None or terms.weight is not None
     terms = replace(terms, window=None if window is None else window - distance)
-    outputs = [out[:, :, :first]]
+    outputs = [with_sink(out[:, :, :first], lse[:, :, :first], terms.sink)]
     recorded = torch.is_grad_enabled()
     size = max(1, min(BLOCK, MOST_SCORES // (batch * heads * keys)))
     for start in range(first, queries, size):
@@ -462,9 +462,12 @@ def near_far(
         )
         far_out, far_lse = attended(scores, wide_v[:, :, columns], True)
         assert far_lse is not None
-        merged, _ = merge(out[:, :, rows], lse[:, :, rows], far_out, far_lse)
+        both = merge(out[:, :, rows], lse[:, :, rows], far_out, far_lse)
+        merged = with_sink(*both, terms.sink)
         if recorded:
             outputs.append(merged)
         else:
             out[:, :, rows] = merged
+    if not recorded:
+        out[:, :, :first] = outputs[0]
     return (torch.cat(outputs, dim=2) if recorded else out).to(v.dtype)

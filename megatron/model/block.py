@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -146,6 +147,7 @@ class SelfAttention(nn.Module):
     attention_gate (arXiv 2505.06708): what a head reads is multiplied by sigmoid(x W), one number
     or one for each feature; the rows of W stand between q and k, as in the authors' code.
     heads_per_query: so many neighbouring heads have one q, which the encoding changes for each.
+    softmax_type: as in Megatron-LM; softmax_offset [heads] is the learned score of the sink.
     """
 
     def __init__(self, model: Architecture) -> None:
@@ -165,6 +167,11 @@ class SelfAttention(nn.Module):
             self.query_norm = normalisation(model.features_of_head, model)
             self.key_norm = normalisation(model.features_of_head, model)
         self.dense = nn.Linear(width, hidden, bias=model.bias_in_attn_output)
+        self.heads = model.num_attention_heads
+        self.off_by_one = model.softmax_type == "off-by-one"
+        self.softmax_offset = None
+        if model.softmax_type == "learnable":
+            self.softmax_offset = nn.Parameter(torch.zeros(model.num_attention_heads))
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         """x [batch, length, hidden] -> same."""
@@ -203,6 +210,7 @@ class SelfAttention(nn.Module):
             on_scores=on_scores,
             content=content,
             scores=scores,
+            sink=x.new_zeros(self.heads) if self.off_by_one else self.softmax_offset,
         )
         if method is None:
             k = for_each_query_head(k, self.group)

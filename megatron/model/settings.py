@@ -35,6 +35,7 @@ class Architecture:
     layernorm_epsilon: float = 1e-5
     qk_norm: bool = False
     attention_gate: Literal["head", "element"] | None = None
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
     layers: tuple[str, ...] = ()
     allow_neg_eigval: bool = False
     linear_num_key_heads: int | None = None

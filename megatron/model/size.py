@@ -57,7 +57,7 @@ def weights_of_states(model: Architecture) -> tuple[int, int]:
 
 
 def palm_weights(model: Architecture, vocab: int) -> int:
-    """PaLM's N: `matrix_weights` with biases and norms; without the looked-up embedding.
+    """PaLM's N: `matrix_weights` with biases, norms and sinks; without the looked-up embedding.
 
     PaLM's two embeddings are one matrix, which its N counts once.
     """
@@ -68,6 +68,8 @@ def palm_weights(model: Architecture, vocab: int) -> int:
         attention += model.projected_width
     if model.bias_in_attn_output:
         attention += hidden
+    if model.softmax_type == "learnable":
+        attention += model.num_attention_heads
     if model.qk_norm:
         attention += of_feature * 2 * model.features_of_head
     of_layer = of_feature * 2 * hidden

@@ -77,6 +77,7 @@ class Question(Variant, Setting, ProtocolOptions, total=False):
     trained_on: str  # corpora of a blend and their weights; none: one corpus
     layer_kinds: str  # kinds of layers, such as "3 gated_delta + 1 attention"; none: attention
     attention_gate: str  # head or element; none: no gate
+    softmax_type: str  # off-by-one or learnable; none: vanilla
     optimizer_type: str  # none: Adam
     origin: str  # Hugging Face's class of an imported model, whose seed is unknown
     parent_model: str  # its encoding and step, such as "rotary step 700"; none: from scratch
@@ -167,7 +168,7 @@ DEFAULTS.pop("dtype")
 # sweeps and bookkeeping last. EXPLAINS: words for what the hash of a configuration contains.
 # SHOWN_IF_SET: what a row has only where the model differs from the default, so that labels and the
 # table of models always name it.
-SHOWN_IF_SET = ("layer_kinds", "attention_gate", "optimizer_type")
+SHOWN_IF_SET = ("layer_kinds", "attention_gate", "softmax_type", "optimizer_type")
 OF_TRAINING = ("train_length", "step", "windows_per_step", "trained_on", "parent_model")
 EXPLAINS = {"pos_emb_args", "sweep", *SHOWN_IF_SET, *OF_TRAINING} - {"step"}
 BOOKKEEPING = ("sweep", "config_hash", "checkpoint", "tokens", *PLACE_OPTIONS, "text", "key_text")
@@ -197,6 +198,7 @@ COLUMNS = {
     "pos_emb_args": "options",
     "layer_kinds": "layers",
     "attention_gate": "gate",
+    "softmax_type": "softmax",
     "optimizer_type": "optimizer",
     "dtype": "dtype",
     "train_length": "trained at",

@@ -80,6 +80,7 @@ def test_every_encoding_is_the_same_model_in_transformers(name, tmp_path):
 
 OF_LLAMA = ["norm=rmsnorm", "activation=swiglu", "use_bias_in_mlp=false"]
 NO_BIAS = ["use_bias_in_attn_linear=false"]
+SINKS = "softmax_type=learnable"
 OF_QWEN = [*OF_LLAMA, *NO_BIAS, "qk_norm=true", "attention_gate=element"]
 
 
@@ -94,7 +95,7 @@ OF_QWEN = [*OF_LLAMA, *NO_BIAS, "qk_norm=true", "attention_gate=element"]
         ["pos_emb=kerple_log", "paper_precision=true"],
         ["pos_emb_layers=[kerple_log, {rotary: {base: 500}}]", "window_layers=[20, null]"],
         ["pos_emb=learned", "pos_emb_shared=false", "activation=gelu_new"],
-        ["pos_emb=rotary", "num_key_value_heads=2", "attention_gate=head"],
+        ["pos_emb=rotary", "num_key_value_heads=2", "attention_gate=head", SINKS],
         ["num_layers=3", "layers=[gated_delta, attention, kda]", "pos_emb=fox"],
         [*OF_QWEN, "layers=[kda, attention]"],  # Qwen3.5, but for the state
     ],
@@ -107,7 +108,7 @@ def test_every_key_of_model_and_attention_is_kept(settings, tmp_path):
     card = (folder / "README.md").read_text()
     assert "no class of transformers is exactly this model" in card
     for key, words in {
-        "attention_gate=head": "| encoding | rotary, attention_gate head |",
+        SINKS: "| encoding | rotary, attention_gate head, softmax_type learnable |",
         "layers=[gated_delta, attention, kda]": "layer_kinds 1 gated_delta + 1 attention + 1 kda |",
     }.items():
         assert (words in card) == (key in settings)

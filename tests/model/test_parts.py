@@ -33,7 +33,7 @@ COMBINATIONS = {
     "qwen2": [*LLAMA, "use_bias_in_attn_linear=true", "use_bias_in_attn_output=false"],
     "qwen3": [*LLAMA, "head_dim=16", "qk_norm=true", "intermediate_size=40"],
     "qwen3 next": [*LLAMA, "head_dim=16", "qk_norm=true", "attention_gate=element"],
-    "gates of heads": [*GROUPED, "attention_gate=head"],
+    "gates of heads": [*GROUPED, "attention_gate=head", "softmax_type=learnable"],
     "no bias": ["use_bias_in_norms=false", "qk_norm=true", "use_bias_in_attn_output=false"],
     "layer norm of heads": ["qk_norm=true", "parallel_residual=true", "activation=relu"],
 }

@@ -36,6 +36,7 @@ ENGINES = [
     *(("fox", "a2a", stage) for stage in range(4)),
     *(("mep_param", "all_gather", stage) for stage in range(4)),
 ]
+SINKS = "softmax_type=learnable"
 OPTIONS = {
     "documents": ["pos_emb=rotary", "reset_attention_mask=true", "reset_position_ids=true"],
     "documents of a table": ["pos_emb=mep_param", "reset_attention_mask=true"],
@@ -46,7 +47,7 @@ OPTIONS = {
         " short_factor: [1, 1, 1, 1]}",
     ],
     "grouped queries": ["pos_emb=rotary", "num_key_value_heads=2", "attention_gate=head"],
-    "windows": ["pos_emb_layers=[rotary, fox]", "window_layers=[8, null]"],
+    "windows": ["pos_emb_layers=[rotary, fox]", "window_layers=[8, null]", SINKS],
     "recomputed": ["pos_emb=fox", "checkpoint_activations=true"],
 }
 
