@@ -83,7 +83,7 @@ def by_document(
             )
             segments = None if piece.is_one else own_terms.segments
             own_terms = replace(own_terms, content=own_content, segments=segments)
-            outputs_of_row.append(attend(*own, own_terms))
+            outputs_of_row.append(attend(own[0], own[1], own[2], own_terms))
         outputs.append(torch.cat(outputs_of_row, dim=2))
     return torch.cat(outputs)
 

@@ -36,7 +36,7 @@ LARGE_BLOCK = 1024
 EXACT_SPREAD = 256
 """Up to here, float32 holds a difference with an error of at most 8e-6."""
 LEAST_ROWS = 16
-Scores = tuple[Tensor, Tensor, Tensor]
+Scores = Sequence[Tensor]
 """far_q, far_k and the scores of the block's own keys, as `Position.block_scores` has them."""
 
 
@@ -451,12 +451,9 @@ def gradients(
                 dgiven[2][group] = upright[..., near:]
             _add_product(dv[of_columns], probabilities.to(q.dtype).mT, dout[of_rows])
         if given is not None:
-            pairs = [
-                (leaf, gradient.transpose(0, 1))
-                for leaf, gradient in zip(leaves, dgiven, strict=True)
-                if leaf.requires_grad
-            ]
-            torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
+            learning = [number for number, leaf in enumerate(leaves) if leaf.requires_grad]
+            downs = [dgiven[number].transpose(0, 1) for number in learning]
+            torch.autograd.backward([leaves[number] for number in learning], downs)
 
     scale = 1 / math.sqrt(head_dim)
     dq = dq.mul_(scale).transpose(0, 1).flip(2).to(dtypes[0])

@@ -135,7 +135,7 @@ def _results(
 ) -> dict[str, Tensor]:
     """Output, lse and the gradients that are wanted, from the same numbers in every dtype."""
     draw = torch.Generator().manual_seed(0)  # the global generators stay as they are
-    leaves = dict.fromkeys(NAMES)
+    leaves: dict[str, Any] = dict.fromkeys(NAMES)
     for name, shape, dtype_of_tensor in kind.tensors:
         numbers = torch.randn(shape, generator=draw)
         if name == "w":

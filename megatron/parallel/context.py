@@ -96,8 +96,8 @@ class Context:
 
 def attention_of_length_first(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """attend to [batch, length, heads, features], as DeepSpeed's layer has them."""
-    heads_first = [tensor.transpose(1, 2) for tensor in (q, k, v)]
-    return attend(*heads_first, **options).transpose(1, 2)
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    return attend(q, k, v, **options).transpose(1, 2)
 
 
 class Gather(torch.autograd.Function):

@@ -118,8 +118,8 @@ class TensorRanks:
         if index_bias is not None:
             of_own_heads = lambda queries, keys: self._own(index_bias(queries, keys), 0)  # noqa: E731
         if content is not None:
-            u, w = (self._own(factor, 1) for factor in (content.u, content.w))
-            content = Content.of((u, w), q.shape[2])
+            factors: Any = tuple(self._own(factor, 1) for factor in (content.u, content.w))
+            content = Content.of(factors, q.shape[2])
         bias, weight, sink = (self._own(x, 0) for x in (terms.bias, terms.weight, terms.sink))
         tables = {"bias": bias, "weight": weight, "sink": sink}
         terms = replace(terms, index_bias=of_own_heads, content=content, **tables)
