@@ -79,10 +79,11 @@ def looks(encodings: Sequence[str]) -> list[dict[str, Any]]:
     colours are used, they come again with other dashes.
     """
     palette = sorted({colour for colour, _ in LOOKS.values()})
-    by_hash = [*product(palette, MARKERS)]
     wishes = []
     for encoding in encodings:
-        wishes.append(LOOKS.get(encoding) or by_hash[crc32(encoding.encode()) % len(by_hash)])
+        number = crc32(encoding.encode())
+        by_hash = palette[number % len(palette)], MARKERS[number % len(MARKERS)]
+        wishes.append(LOOKS.get(encoding, by_hash))
     colours = [colour for colour, _ in wishes]
 
     styles: list[dict[str, Any]] = [{}] * len(wishes)
