@@ -17,11 +17,10 @@ POSITIVE = (1e-6, math.inf)
 class ApeDecay(PerHead, DistanceBias):
     """-linear · d - log · log(1 + d) - root · √d, three learned positive numbers per head.
 
-    The additive part of Adaptive Positional Encoding. Its other parts are left out: a rotation
-    whose frequencies follow the entropy of attention, and a factor 1 / (1 + λd) on the scores.
-    `sum` joins it to rotary. The paper's text and code were not available: the formula is from a
-    third party's notes, and the abstract names the same three terms. First values are ours: linear
-    from ALiBi's slopes, log and root from U(0, 1).
+    The additive part of Adaptive Positional Encoding, without its rotation and its factor on the
+    scores; `sum` joins it to rotary. The paper's text and code were not available: the formula is
+    from a third party's notes. First values are ours: linear from ALiBi's slopes, log and root from
+    U(0, 1).
 
     linear, log, root: learned unless given as one number or one per head
     """

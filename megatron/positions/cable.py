@@ -14,8 +14,7 @@ class Cable(Position):
     """-g_i (S_i - S_j) for query i and key j; S = cumsum(ReLU(x w_c)), g = softplus(x w_s).
 
     w_c and w_s have a column for each head, and each layer has its own. The paper prints
-    g_i (S_i - S_j), which is never negative and would favour far tokens, against its text and
-    figures. Its code adds cumsum(-softplus(.))_i - cumsum(-softplus(.))_j, a penalty as here.
+    g_i (S_i - S_j), which would favour far tokens, against its text, figures and code.
 
     init_std: standard deviation of the first values of w_c and w_s
     """

@@ -17,10 +17,9 @@ class CARoPE(Position):
     """Rotary whose pair c of token i is turned by Σ f(x_t)^c over the tokens t ≤ i.
 
     f(x) = 1 / (softplus(x·w) + 1) for each head, w learned in each layer (arXiv 2507.23083, section
-    2). There is no released code, and the text leaves three things open. We take c = 0 … pairs - 1,
-    which is rotary where f = base^(-2 / head_dim); x is the input of each layer's attention; pairs
-    are GPT-NeoX's. f begins near 1 / (1 + ln 2) = 0.59 and not, as the paper says, at rotary's
-    value, because w has no bias.
+    2). There is no released code. We take c = 0 … pairs - 1, which is rotary where f =
+    base^(-2 / head_dim), and the input of each layer's attention as x. f begins near 0.59 and not,
+    as the paper says, at rotary's value, because w has no bias.
 
     from_one: whether c = 1 … pairs, which is the other reading
     init_std: standard deviation of the first values of w

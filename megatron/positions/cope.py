@@ -16,8 +16,7 @@ class CoPE(Position):
 
     e has a vector for each of `positions` positions, learned in every layer and shared by its
     heads; between whole positions it is interpolated, and p stays at the last one (arXiv
-    2405.18719, equations 3 to 6). p depends on query and key together, so attention needs all
-    scores at once.
+    2405.18719, equations 3 to 6).
 
     positions: number of vectors; 64 in the paper's code and in DAPE's
     scaled: whether q·e is divided by √head_dim too, as in the released code but not in the paper's
@@ -39,11 +38,9 @@ class CoPE(Position):
         count = whole("positions", positions, most=2**20)
         self.vectors = nn.Parameter(torch.zeros(shape.head_dim, count))
         self.scale = 1 / math.sqrt(shape.head_dim) if scaled else 1.0
-        self.key_weight = self.key_bias = None
+        self.separate_keys = separate_keys
         if separate_keys:
-            layer = nn.Linear(shape.hidden, shape.heads * shape.head_dim)  # for its first values
-            self.key_weight = nn.Parameter(layer.weight.detach())
-            self.key_bias = nn.Parameter(layer.bias.detach())
+            self.take_over(nn.Linear(shape.hidden, shape.heads * shape.head_dim), "key_{}")
         self._q: Tensor | None = None
 
     def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> Pair:
@@ -63,7 +60,7 @@ class CoPE(Position):
         last = self.vectors.shape[1] - 1
         with without_autocast(q):
             gate_scores = scores
-            if self.key_weight is not None:
+            if self.separate_keys:
                 new = self.mapped(x, "key_weight", "key_bias")
                 by_head = new.unflatten(-1, (self.shape.heads, -1)).transpose(1, 2)
                 gate_keys = with_earlier(by_head, memory, "gate_keys")

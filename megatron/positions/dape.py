@@ -25,8 +25,7 @@ class Dape(Around):
 
     f is a network of two layers with LeakyReLU, applied to each pair of tokens: all heads of A,
     then all heads of B -> width -> heads (arXiv 2405.14722, equation 4). Each layer of the model
-    has its own, with torch's usual first values, as in the authors' code. Without a bias, as with
-    `of: none` or rotary, it is A + f(A). f needs the scores of all heads, so attention is `eager`.
+    has its own. Without a bias, as with `of: none` or rotary, it is A + f(A).
 
     of: the encoding that gives B; its rotation of queries and keys acts too
     args: its options; width: of the hidden layer
@@ -51,16 +50,8 @@ class Dape(Around):
         self.has_bias = self.inner.has("index_bias") or self.inner.distance_bias(1) is not None
         inputs = 2 * shape.heads if self.has_bias else shape.heads
         hidden = whole("width", width, most=MOST_WIDTH)
-        first, second = (
-            nn.Conv1d(size, outputs, self.taps)  # for its first values
-            for size, outputs in ((inputs, hidden), (hidden, shape.heads))
-        )
-        assert first.bias is not None
-        assert second.bias is not None
-        self.weight_0 = nn.Parameter(first.weight.detach())  # [width, inputs, taps]
-        self.bias_0 = nn.Parameter(first.bias.detach())
-        self.weight_1 = nn.Parameter(second.weight.detach())  # [heads, width, taps]
-        self.bias_1 = nn.Parameter(second.bias.detach())
+        self.take_over(nn.Conv1d(inputs, hidden, self.taps), "{}_0")  # [width, inputs, taps]
+        self.take_over(nn.Conv1d(hidden, shape.heads, self.taps), "{}_1")
 
     def prepare(self, length: int) -> None:
         self.inner.prepare(length)
@@ -89,11 +80,11 @@ class Dape(Around):
 
 @register("dape_v2")
 class DapeV2(Dape):
-    """The same with f over three keys side by side: convolutions of 1 x 3 (arXiv 2410.04798).
+    """dape with f over three keys side by side: convolutions of 1 x 3 (arXiv 2410.04798).
 
     Scores and biases of later keys are 0 for f. At the end of the text, the authors' second
-    convolution reads padding; ours reads the values of a longer text, so that no score depends on
-    later tokens. The score of the last token with itself differs from their code.
+    convolution reads padding, ours the values of a longer text, so that no score depends on later
+    tokens: the score of the last token with itself differs.
 
     of, args, width: as for dape
     """

@@ -28,8 +28,7 @@ class Fire(Position):
 
     The paper's FIRE has an MLP in each layer: set pos_emb_shared: false. One for all layers, as by
     default here, is its FIRE-S. Up to index L the bias depends on the distance alone, beyond it on
-    the query's index too. The paper's listing divides by psi + 1e-6, as here, and begins with L =
-    512 at every training length. The last layer has no bias, because the softmax ignores it.
+    the query's index too.
 
     threshold: L = length_multiplier · threshold; by default half of seq_length, as in DAPE's code
     mlp_layers: widths of the hidden layers; the paper's listing and DAPE's code have [32]
@@ -69,11 +68,9 @@ class Fire(Position):
         widths = [1, *hidden, shape.heads]
         self.depth = len(widths) - 1
         for number, (inputs, outputs) in enumerate(pairwise(widths)):
-            layer = nn.Linear(inputs, outputs)  # for its first values
-            self.register_parameter(f"weight_{number}", nn.Parameter(layer.weight.detach()))
-            # The softmax ignores a constant for all scores of a head.
-            if number < self.depth - 1 or self.last_bias:
-                self.register_parameter(f"bias_{number}", nn.Parameter(layer.bias.detach()))
+            self.take_over(nn.Linear(inputs, outputs), f"{{}}_{number}")
+        if not last_bias:  # the softmax ignores a constant for all scores of a head
+            delattr(self, f"bias_{self.depth - 1}")
 
     def index_bias(self, queries: Tensor, keys: Tensor) -> Tensor:
         """[queries], [keys] int64 -> [heads, queries, keys] float32, a few queries at a time."""

@@ -20,9 +20,8 @@ class FoPE(Position):
 
     θ_n are rotary's frequencies whose wavelength is at most seq_length (arXiv 2412.17739, with the
     first values of the released code). They fill up to a quarter of head_dim pairs. The other pairs
-    have no position; as in the released code their cosine and their sine are both 1, so that they
-    count twice in the score. With a frequency of 0 the sine would be 0. Scores do not depend on the
-    distance alone.
+    have no position; as in the released code their cosine and their sine are both 1. Scores do not
+    depend on the distance alone.
 
     base: slowest wavelength / 2π
     dim: the number of rotary's frequencies is half of this, and at least half of head_dim

@@ -34,10 +34,9 @@ START = -math.log(1000.0 - 1)  # of b; divided by SCALE, so that the first steps
 class GrapeM(Turning):
     """Rotary with learned frequencies, turned by the position or by Σ sigmoid(w·x_t + b).
 
-    The commuting form of GRAPE-M with the released code's parameters: frequencies exp(f / 16) for
-    turns by position, or exp(f) for steps by content, with w and b divided by 16 too. Each layer
-    has its own. As in that code it turns the other way than rotary: a model that is fine-tuned from
-    rotary begins at another function.
+    The commuting form of GRAPE-M (arXiv 2512.07805) with the released code's parameters:
+    frequencies exp(f / 16) for turns by position, or exp(f) for steps by content, with w and b
+    divided by 16 too. Each layer has its own. It turns the other way than rotary.
 
     by_content: whether the step from token t to the next depends on the layer's input, per head
     by_head: whether each head has frequencies of its own
@@ -179,9 +178,8 @@ class GrapeAP(Position):
 
     The path integral form (GRAPE-AP, arXiv 2512.07805): r_l is p_l over its root mean square,
     turned by -l radians, all of its pairs by the same angle. P is learned for each head in every
-    layer and begins near 0, so the bias begins near ALiBi's times ln 2 = 0.69. As in the released
-    code p_i is not turned: the bias depends on the indices of both, not on their distance alone.
-    Query and key meet inside the sum, so attention needs all scores at once.
+    layer and begins near 0, so the bias begins near ALiBi's times ln 2. As in the released code p_i
+    is not turned: the bias depends on the indices of both, not on their distance alone.
 
     features: D, how many numbers p has for each head
     """

@@ -52,10 +52,9 @@ class Path(Position):
 
     w is a map of low rank of the layer's input, then a causal convolution, SiLU, and length 1; β =
     2·sigmoid of a linear map. Each layer and head has its own (arXiv 2505.16381, with the released
-    code's maps). The product over a chunk of tokens has a closed form, the UT transform, so that
-    4096 tokens take two to three times plain attention, and memory grows with length. Every new
-    token of a cached text changes all cached keys: the cache keeps them twice, as they were and in
-    float32 as they are, and a token costs about twice as much attention.
+    code's maps). The product over a chunk of tokens has a closed form, the UT transform. Every new
+    token of a cached text changes all cached keys: the cache keeps them twice, and a token costs
+    about twice as much attention.
 
     rank: rank of the linear map of all heads
     taps: tokens of the convolution; 1 for none, so that documents can be kept apart

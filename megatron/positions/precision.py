@@ -61,6 +61,12 @@ class Float32Module(nn.Module):
         added = None if bias is None else self.bounded(bias)
         return F.linear(at_least_float32(x), self.bounded(weight), added)
 
+    def take_over(self, layer: nn.Linear | nn.Conv1d, place: str) -> None:
+        """Learn the first values of a layer as parameters whose names hold `place`."""
+        assert layer.bias is not None
+        for name, value in (("weight", layer.weight), ("bias", layer.bias)):
+            self.register_parameter(place.format(name), nn.Parameter(value.detach()))
+
     def rounded(self, x: Tensor) -> Tensor:
         """x, in bfloat16 where `paper_precision` asks for it."""
         return x.bfloat16() if self.paper_precision else x

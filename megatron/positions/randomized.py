@@ -10,6 +10,12 @@ from megatron.errors import UserError
 from megatron.positions.base import EXACT, Around, Pair, Shape
 from megatron.positions.registry import build_inside, register, whole
 
+TRAITS = (
+    *("per_layer", "by_distance", "rotates", "stretches", "stretched_by", "grouped_queries"),
+    *("heads_per_query", "heads_alike"),
+)
+"""Attributes that it has from the encoding inside."""
+
 
 @register("randomized")
 class Randomized(Around):
@@ -38,13 +44,8 @@ class Randomized(Around):
         inner = build_inside(shape, of, args, example="rotary", max_positions=self.range)
         self.inner, options = inner
         whole("max_positions", options.get("max_positions", EXACT), least=self.range, most=EXACT)
-        self.per_layer = self.inner.per_layer
-        self.by_distance = self.inner.by_distance
-        self.rotates, self.stretches = self.inner.rotates, self.inner.stretches
-        self.stretched_by = self.inner.stretched_by
-        self.grouped_queries = self.inner.grouped_queries
-        self.heads_per_query = self.inner.heads_per_query
-        self.heads_alike = self.inner.heads_alike
+        for trait in TRAITS:
+            setattr(self, trait, getattr(self.inner, trait))
 
     def has(self, hook: str) -> bool:
         """Drawn positions turn a table by distance into a bias by index."""

@@ -20,8 +20,7 @@ class RopePP(Rotary):
 
     `heads_per_query: 2` is needed. Then half of rotary's queries, keys and values are projected,
     and the cache is half: the paper's RoPE++ with equal heads. For equal cache give twice as many
-    heads of the same size, `num_attention_heads: 24` and `head_dim: 64` beside rotary's 12 heads of
-    64. Features that do not turn are the same in both heads.
+    heads of the same size. Features that do not turn are the same in both heads.
     """
 
     heads_per_query = 2

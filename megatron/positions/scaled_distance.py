@@ -41,8 +41,7 @@ class ScaledDistance(Kerple, DistanceBias):
         window), which is 512 in all their published files
     clip: from here on, clip tokens count as one: d becomes clip - 1 + (d - clip + 1) / clip
     network: f is the identity (none), or a network of 32 GELU units with one output per head, with
-        random weights that are the same in every run (fixed) or learned. The authors' weights are
-        fixed, because their code computes them without gradients
+        random weights that are the same in every run (fixed, as the authors') or learned
     """
 
     published = True

@@ -14,10 +14,9 @@ class SSMax(Position):
     """softmax(s · ln n · q·k/√head_dim) for a query with n visible keys, s learned for each head.
 
     Alone it has no positions; `sum` joins it to an encoding, such as rotary. Every layer has its
-    own s. Keys that a window, blocks or documents hide do not count. The factor has no lower limit:
-    it is below 1 in texts shorter than exp(1 / s). With
-    `scale: null` and `learned: false` it is the trained form of log-n scaling (Su 2021,
-    kexue.fm/archives/8823). For models that were trained without it, use the key `logn_scale`.
+    own s. Keys that a window, blocks or documents hide do not count. With `scale: null` and
+    `learned: false` it is the trained form of log-n scaling (Su 2021, kexue.fm/archives/8823). For
+    models that were trained without it, use the key `logn_scale`.
 
     scale: first value of s; null for 1 / ln(seq_length), so that the factor is 1 there
     learned: whether s is trained

@@ -15,9 +15,7 @@ class StickBreaking(Position):
 
     z = sigmoid(q·k/√head_dim). Nearer keys come first, so the order is known without positions. The
     rest, Π (1 - z_it) over all keys, goes to the value of the token itself, as in the released code
-    with its remainder. Then the weights sum to 1, and their logarithms are scores for the softmax.
-    Under a window they are normalised; reset_attention_mask is refused. Attention needs all scores
-    at once.
+    with its remainder. Under a window the weights are normalised; reset_attention_mask is refused.
 
     attend_current: whether a query attends to its own key too, before all others
     """

@@ -19,6 +19,7 @@ from megatron.report.encoding_figures import draw, panels
 PAGE = ROOT / "docs" / "positions.md"
 SHAPE = Shape(heads=12, head_dim=64, hidden=768, train_length=512)
 LENGTH = 16384
+PAPER = re.compile(r"(arXiv |(?<=\())(\d{4}\.\d{5})\b")
 INTRODUCTION = """\
 # Positional encodings
 
@@ -68,14 +69,9 @@ def sections(names: Iterable[str]) -> str:
 def entry(name: str) -> dict[str, Any]:
     """Everything about one encoding, for the template."""
     encoding, position = REGISTRY[name], example(name)
-    module = sys.modules[encoding.__module__].__doc__ or ""
-    source = first_sentence(module)
-    papers = re.findall(r"\b\d{4}\.\d{5}\b", f"{module} {encoding.__doc__}")
-    for paper in dict.fromkeys(papers):
-        words = f"arXiv {paper}"
-        link = f"[{words}](https://arxiv.org/abs/{paper})"
-        source = source.replace(words, link) if words in source else f"{source} {link}"
-    texts = [paragraph(encoding.__doc__), source]
+    texts = [paragraph(encoding.__doc__)]
+    if not PAPER.search(encoding.__doc__ or ""):  # then the file names it
+        texts.append(first_sentence(sys.modules[encoding.__module__].__doc__))
 
     # The paragraphs of the docstring, and what each option means: here or in a class it extends.
     options = options_of(name)
@@ -110,7 +106,7 @@ def entry(name: str) -> dict[str, Any]:
         "formula": formula(name),
         "learned": count,
         "per_layer": position is not None and position.per_layer,
-        "texts": texts,
+        "texts": [PAPER.sub(r"[arXiv \2](https://arxiv.org/abs/\2)", text) for text in texts],
         "options": {key: option for key, option in options.items() if key not in inherited},
         "base": base_name,
         "inherited": sorted(inherited),

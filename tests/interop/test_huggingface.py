@@ -342,6 +342,18 @@ def test_a_name_of_the_hub_is_downloaded_without_code(folder, tmp_path, monkeypa
         open_model("someone/other")
 
 
+def test_a_relative_of_rotary_is_written_as_its_earlier_spelling():
+    shape = ["num_layers=1", "hidden_size=32", "num_attention_heads=4", "seq_length=64"]
+    shape += ["norm=rmsnorm", "activation=swiglu"]
+    rope = FAMILIES["LlamaForCausalLM"]
+    for name, scaling in (("pi", "linear"), ("yarn", "yarn"), ("llama3", "llama3")):
+        short = load([], [*shape, f"pos_emb={name}", "pos_emb_args={factor: 4, base: 500}"])
+        long = f"pos_emb_args={{scaling: {scaling}, factor: 4, base: 500}}"
+        theirs = rope.config_of(load([], [*shape, "pos_emb=rotary", long]), VOCAB)
+        assert theirs["rope_parameters"]["rope_type"] == scaling
+        assert rope.config_of(short, VOCAB) == theirs
+
+
 def test_a_model_of_another_kind_says_why_it_is_none_of_theirs():
     shape = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=64"]
     for name, settings, message in (
