@@ -41,7 +41,7 @@ OPTIONS = {
     "documents": ["pos_emb=rotary", "reset_attention_mask=true", "reset_position_ids=true"],
     "documents of a table": ["pos_emb=mep_param", "reset_attention_mask=true"],
     "log-n": ["pos_emb=kerple_log", "logn_scale=true"],
-    "longrope": [
+    "rotary with longrope": [
         "pos_emb=rotary",
         "pos_emb_args={scaling: longrope, original_length: 24, long_factor: [2, 2, 3, 4],"
         " short_factor: [1, 1, 1, 1]}",
