@@ -73,7 +73,7 @@ def run(words: Sequence[str]) -> str:
     for name in POSITIVE:
         value = getattr(options, name)
         if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')}: {value} is too small - use 1 or more")
+            raise UserError(f"{_spelled(name)}: {value} is too small - use 1 or more")
     workers = options.workers or len(os.sched_getaffinity(0))
     most = total_memory() // ENCODER
     if workers > most:
@@ -91,32 +91,30 @@ def run(words: Sequence[str]) -> str:
     kind = _kind(options)
     if kind == "a task":
         return _write_problems(options)
-    number, parts = 1, 1
-    if options.part is not None:
-        if written := re.fullmatch(r"(\d{1,6})/(\d{1,6})", options.part):
-            number, parts = int(written[1]), int(written[2])
-        if not written or not 1 <= number <= parts:
-            raise UserError(
-                f"--part: {options.part!r} is no part - write --part 2/4 for the second of four"
-            )
-        if options.documents:
-            raise UserError("--part: is of all documents - leave --documents out")
+    part = re.fullmatch(r"(\d{1,6})/(\d{1,6})", options.part or "1/1")
+    number, parts = map(int, part.groups()) if part else (0, 0)
+    if not 1 <= number <= parts:
+        raise UserError(
+            f"--part: {options.part!r} is no part - write --part 2/4 for the second of four"
+        )
+    if options.part and options.documents:
+        raise UserError("--part: is of all documents - leave --documents out")
     corpus = _corpus(options, kind)
-    if options.part is not None and not isinstance(corpus, Files):
+    if options.part and not isinstance(corpus, Files):
         raise UserError(f"--part: {corpus.name} has no files to divide - leave it out")
     corpus.part = (number, parts)
 
-    of_user = (options.tokenizer_type, options.vocab_file, options.merge_file, options.vocab_size)
-    if options.corpus and options.corpus not in MADE_HERE and not any(of_user):
+    is_chosen = any(getattr(options, name) for name in OF_TOKENIZER)
+    if options.corpus and options.corpus not in MADE_HERE and not is_chosen:
         options.vocab_file, options.merge_file = gpt2_files(options.data_dir, options.from_dir)
     default = "GPT2BPETokenizer" if options.merge_file else "HFTokenizer"
     choice = TokenizerChoice(
-        kind=options.tokenizer_type or default,
-        vocab_file=options.vocab_file,
-        merge_file=options.merge_file,
-        vocab_size=options.vocab_size or TokenizerChoice.vocab_size,
+        options.tokenizer_type or default,
+        options.vocab_file,
+        options.merge_file,
+        options.vocab_size or TokenizerChoice.vocab_size,
     )
-    if options.part is not None and choice.trained:
+    if options.part and choice.trained:
         raise UserError(
             "--part: each part would train another tokenizer - train one before, with"
             " tools/train_tokenizer.py, and give it as --vocab-file"
@@ -162,8 +160,12 @@ def _kind(options: argparse.Namespace) -> str:
         kind = "a task"
     for name in NOT_FOR[kind]:
         if getattr(options, name) is not None:
-            raise UserError(f"--{name.replace('_', '-')}: is not for {kind} - leave it out")
+            raise UserError(f"{_spelled(name)}: is not for {kind} - leave it out")
     return kind
+
+
+def _spelled(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _write_problems(options: argparse.Namespace) -> str:
@@ -185,8 +187,8 @@ def _write_problems(options: argparse.Namespace) -> str:
     file = options.data_dir / name / f"{name}.jsonl"
     seed = Training.model_fields["seed"].default
     lines = text.lines(part, options.length or LENGTH, seed, count)
-    mark = MARK if options.overwrite else None
-    write_output(file, (f"{line}\n".encode() for line in lines), mark)
+    content = (f"{line}\n".encode() for line in lines)
+    write_output(file, content, MARK if options.overwrite else None)
     return f"{file}: {count:,} {part} problems of {text.prefix}"
 
 
@@ -202,9 +204,15 @@ def _corpus(options: argparse.Namespace, kind: str) -> Corpus:
         owner, _, dataset = options.corpus.removeprefix(HUB).partition("/")
         if not owner or not dataset or "/" in dataset:
             raise UserError(f"{options.corpus}: is not a name of a data set - write hf:OWNER/NAME")
-        given = {name: getattr(options, name) for name in (*OF_HUB, "text_key", "documents")}
-        chosen = {key: value for key, value in given.items() if value is not None}
-        return HubStream(options.name or dataset, f"{owner}/{dataset}", **chosen)
+        return HubStream(
+            options.name or dataset,
+            f"{owner}/{dataset}",
+            options.split or "train",
+            options.text_key or ["text"],
+            options.config,
+            options.revision or "main",
+            options.documents,
+        )
     return named(
         options.corpus,
         options.data_dir,
@@ -218,67 +226,112 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="prepare_data.py", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     limits = Limits()
-    names = ", ".join(corpus_names())
-    what = (
-        f"a corpus known by name: {names}; or hf:OWNER/NAME, a data set of the hub as a stream; or"
-        " task:NAME"
+    add(
+        "corpus",
+        nargs="?",
+        help=f"a corpus known by name: {', '.join(corpus_names())}; or hf:OWNER/NAME, a data set of"
+        " the hub as a stream; or task:NAME",
     )
-    add("corpus", nargs="?", help=what)
     add("--list", action="store_true", help="show the corpora and their sources, and the tasks")
-    what = "folder of the data (default: data); downloads are kept in DIR/download"
-    add("-d", "--data-dir", type=Path, default=Path("data"), metavar="DIR", help=what)
-    what = "take the corpus from files in this folder, and download nothing"
-    add("--from-dir", type=Path, metavar="DIR", help=what)
-    what = "take the first N documents, and download no more files than they need"
-    add("--documents", type=int, metavar="N", help=what)
-    what = (
-        "only the I-th of N parts, in DIR/NAME-I-of-N; tools/merge_data.py makes them one"
-        " (docs/data.md)"
+    add(
+        "-d",
+        "--data-dir",
+        type=Path,
+        default=Path("data"),
+        metavar="DIR",
+        help="folder of the data (default: data); downloads are kept in DIR/download",
     )
-    add("--part", metavar="I/N", help=what)
+    add(
+        "--from-dir",
+        type=Path,
+        metavar="DIR",
+        help="take the corpus from files in this folder, and download nothing",
+    )
+    add(
+        "--documents",
+        type=int,
+        metavar="N",
+        help="take the first N documents, and download no more files than they need",
+    )
+    add(
+        "--part",
+        metavar="I/N",
+        help="only the I-th of N parts, in DIR/NAME-I-of-N; tools/merge_data.py makes them one"
+        " (docs/data.md)",
+    )
     add("--split", help="hf: which split; a task: which part (default: train)")
     add("--config", help="hf: which configuration of the data set")
     add("--revision", help="hf: a branch, tag or commit (default: main)")
-    what = f"a task: problems that fit into windows of L tokens (default: {LENGTH})"
-    add("--length", type=int, metavar="L", help=what)
+    add(
+        "--length",
+        type=int,
+        metavar="L",
+        help=f"a task: problems that fit into windows of L tokens (default: {LENGTH})",
+    )
     add("--task-args", metavar="YAML", help="a task: its options, such as '{group: S3}'")
-    what = "only download GPT-2's gpt2-vocab.json and gpt2-merges.txt into -d"
-    add("--tokenizer-files", action="store_true", help=what)
-    kinds = ", ".join(READERS)
-    what = f"your own text, or folders of it: {kinds}; other UTF-8 files are one document each"
-    add("--input", type="path", nargs="+", metavar="FILE", help=what)
+    add(
+        "--tokenizer-files",
+        action="store_true",
+        help="only download GPT-2's gpt2-vocab.json and gpt2-merges.txt into -d",
+    )
+    add(
+        "--input",
+        type="path",
+        nargs="+",
+        metavar="FILE",
+        help=f"your own text, or folders of it: {', '.join(READERS)}; other UTF-8 files are one"
+        " document each",
+    )
     add("--name", help="name of your own corpus")
-    what = (
-        "key of the text in JSON and tables (default: text), meta.text inside an object; given"
-        " several times: the first key that an entry has"
+    add(
+        "--text-key",
+        "--jsonl-keys",
+        action="append",
+        metavar="KEY",
+        help="key of the text in JSON and tables (default: text), meta.text inside an object; given"
+        " several times: the first key that an entry has",
     )
-    add("--text-key", "--jsonl-keys", action="append", metavar="KEY", help=what)
-    what = (
-        "refuse longer documents and lines of JSON: they must fit into memory several times"
-        " (default: %(default)s)"
+    add(
+        "--max-document-mb",
+        type=int,
+        metavar="MB",
+        default=limits.document // MB,
+        help="refuse longer documents and lines of JSON: they must fit into memory several times"
+        " (default: %(default)s)",
     )
-    size = limits.document // MB
-    add("--max-document-mb", type=int, metavar="MB", default=size, help=what)
-    what = "refuse a packed file that grows by more than this (default: %(default)s)"
-    add("--max-unpack-ratio", type=int, metavar="N", default=limits.ratio, help=what)
+    add(
+        "--max-unpack-ratio",
+        type=int,
+        metavar="N",
+        default=limits.ratio,
+        help="refuse a packed file that grows by more than this (default: %(default)s)",
+    )
     add("-t", "--tokenizer-type", metavar="TYPE", help=f"one of {', '.join(KINDS)}")
-    what = (
-        "vocab.json (GPT2BPETokenizer), tokenizer.json or its folder (HFTokenizer), a SentencePiece"
-        " model (SPMTokenizer), a .tiktoken file (TiktokenTokenizer)"
+    add(
+        "--vocab-file",
+        type=Path,
+        help="vocab.json (GPT2BPETokenizer), tokenizer.json or its folder (HFTokenizer), a"
+        " SentencePiece model (SPMTokenizer), a .tiktoken file (TiktokenTokenizer)",
     )
-    add("--vocab-file", type=Path, help=what)
     add("--merge-file", type=Path, help="merges.txt (GPT2BPETokenizer)")
-    size = TokenizerChoice.vocab_size
-    what = f"entries of the BPE that is trained if no file is given (default: {size})"
-    add("--vocab-size", type=int, help=what)
+    add(
+        "--vocab-size",
+        type=int,
+        help="entries of the BPE that is trained if no file is given (default:"
+        f" {TokenizerChoice.vocab_size})",
+    )
     add(
         "--append-eod",
         action="store_true",
         help="accepted as in GPT-NeoX: an end token is always written",
     )
     add("--workers", type=int, help="processes that encode (default: one for each core)")
-    what = "only compare these token files with their sha256 and their vocabulary"
-    add("--verify", type="path", metavar="PREFIX", help=what)
+    add(
+        "--verify",
+        type="path",
+        metavar="PREFIX",
+        help="only compare these token files with their sha256 and their vocabulary",
+    )
     add("--overwrite", action="store_true", help="replace an earlier corpus of this name")
     return parser
 

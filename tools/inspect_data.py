@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron.cli_errors import command_parser, guarded
 from megatron.data.samples import split_in_words
-from megatron.data.tokenizers.build import KINDS, build_tokenizer, needs_files
+from megatron.data.tokenizers.build import KINDS, build_tokenizer
 from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.data.tokens import LONGEST, TokenFile
 from megatron.errors import UserError, visible
@@ -38,8 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser(__doc__)
     add = parser.add_argument
     add("prefix", type="path", metavar="PREFIX", help="token files, without .bin and .idx")
-    windows = "lengths of an evaluation (default: 512 to 16384)"
-    add("--lengths", type=int, nargs="+", metavar="L", default=EVALUATED, help=windows)
+    add(
+        "--lengths",
+        type=int,
+        nargs="+",
+        metavar="L",
+        default=EVALUATED,
+        help="lengths of an evaluation (default: 512 to 16384)",
+    )
     add("--split", default=SPLIT, help="as in the configuration (default: %(default)s)")
     add("-t", "--tokenizer-type", metavar="TYPE", help=f"one of {', '.join(KINDS)}")
     add("--vocab-file", type=Path, metavar="FILE", help="vocab.json, tokenizer.json, its folder …")
@@ -50,49 +56,45 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"inspect_data.py: --lengths are 1 to {LONGEST}, --samples 0 or more")
     tokens = TokenFile.open(options.prefix)
     tokenizer = _tokenizer(tokens, options)
-    lines = lengths(tokens, options.lengths)
-    lines += [f"\n{split_in_words(tokens, options.split)}", *usage(tokens, tokenizer)]
-    evenly_spread = np.linspace(0, len(tokens) - 1, min(options.samples, len(tokens)))
-    for document in evenly_spread.astype(int).tolist():
-        size = int(tokens.sizes[document])
-        beginning = tokens.read(document, 0, SHOWN).tolist()
-        lines.append(f"\n--- document {document:,}, {size:,} tokens, begins ---")
-        lines.append(_text(tokenizer, beginning))
+    lines = [*lengths(tokens, options.lengths), f"\n{split_in_words(tokens, options.split)}"]
+    lines += usage(tokens, tokenizer)
+    evenly_spread = np.linspace(0, len(tokens) - 1, min(options.samples, len(tokens)), dtype=int)
+    for document in evenly_spread.tolist():
+        lines.append(f"\n--- document {document:,}, {tokens.sizes[document]:,} tokens, begins ---")
+        lines.append(_text(tokenizer, tokens.read(document, 0, SHOWN).tolist()))
     print(visible("\n".join(lines)))
     return 0
 
 
-def lengths(tokens: TokenFile, evaluated: Sequence[int] = EVALUATED) -> list[str]:
+def lengths(tokens: TokenFile, evaluated: Sequence[int]) -> list[str]:
     """Lines: how many documents there are, how long they are, and what lies beyond each length."""
     writer = tokens.meta.get("tokenizer", {})
     end = tokens.end_of_documents()
-    sizes = tokens.sizes
+    sizes = tokens.sizes.astype(np.int64)
     ends = "No token is known to end every document."
     if end is not None:
         sizes = np.maximum(sizes - 1, 0)
         ends = f"Each document ends with token {end}, which no length below counts."
-    total = max(int(sizes.sum(dtype=np.int64)), 1)
+    total = max(sizes.sum(), 1)
     lines = [
         f"{tokens.prefix} ({tokens.meta.get('corpus') or 'no card'})",
         f"{len(tokens):,} documents, {tokens.tokens:,} tokens ({tokens.dtype}) of"
         f" {writer.get('type', 'a tokenizer that no card names')} {writer.get('hash', '')}",
         ends,
     ]
-    if tokens.text_bytes:
-        ratio = tokens.text_bytes / total
-        lines.append(f"The text has {tokens.text_bytes:,} bytes: {ratio:.2f} bytes per token.")
+    if size := tokens.text_bytes:
+        lines.append(f"The text has {size:,} bytes: {size / total:.2f} bytes per token.")
     lines += [
         f"\nLengths: shortest {sizes.min():,}, median {np.median(sizes):,.0f}, mean"
         f" {sizes.mean():,.0f}, longest {sizes.max():,} tokens",
         "length  documents   of all  their tokens  tokens beyond  windows inside",
     ]
-    for length in sorted(set(evaluated)):
-        long = sizes[sizes >= length].astype(np.int64)
-        beyond = int((long - length).sum())
-        windows = int((long // length).sum())
+    for length in sorted({*evaluated}):
+        long = sizes[sizes >= length]
+        beyond = (long - length).sum() / total
         lines.append(
             f"{length:<6}  {len(long):>9,}  {len(long) / len(sizes):>7.1%}"
-            f"  {int(long.sum()) / total:>12.1%}  {beyond / total:>13.1%}  {windows:>14,}"
+            f"  {long.sum() / total:>12.1%}  {beyond:>13.1%}  {(long // length).sum():>14,}"
         )
     return [*lines, LEGEND]
 
@@ -107,15 +109,14 @@ def usage(tokens: TokenFile, tokenizer: Tokenizer | None) -> list[str]:
     counts = np.zeros(entries or 0, dtype=np.int64)
     for document in documents:
         for ids in tokens.pieces(document):
-            if int(ids.max()) >= LARGEST or int(ids.min()) < 0:
+            if ids.max() >= LARGEST or ids.min() < 0:
                 raise UserError(
                     f"{tokens.prefix}: document {document} holds the token {ids.max()} - it is not"
                     " a file of a tokenizer's ids"
                 )
-            of_piece = np.bincount(ids, minlength=len(counts))
-            of_piece[: len(counts)] += counts
-            counts = of_piece
-    unused = int((counts == 0).sum())
+            before, counts = counts, np.bincount(ids, minlength=len(counts))
+            counts[: len(before)] += before
+    unused = (counts == 0).sum()
     lines = [
         f"\nTokens of {len(documents):,} of {len(tokens):,} documents: {unused:,} of"
         f" {len(counts):,} ids never occur ({unused / len(counts):.1%})"
@@ -123,9 +124,9 @@ def usage(tokens: TokenFile, tokenizer: Tokenizer | None) -> list[str]:
     if tokenizer and tokenizer.unknown is not None:
         lines.append(f"the unknown token: {counts[tokenizer.unknown]:,} times")
     for token in np.argsort(-counts)[:LISTED].tolist():
+        text = _text(tokenizer, [token])
         share = counts[token] / counts.sum()
-        shown = _text(tokenizer, [token])
-        lines.append(f"{token:>8} {counts[token]:>14,} {share:>7.1%}  {shown!r}")
+        lines.append(f"{token:>8} {counts[token]:>14,} {share:>7.1%}  {text!r}")
     return lines
 
 
@@ -142,10 +143,9 @@ def _tokenizer(tokens: TokenFile, options: argparse.Namespace) -> Tokenizer | No
         tokens.check_tokenizer(tokenizer)
         return tokenizer
     writer = tokens.meta.get("tokenizer", {})
-    kind = writer.get("type", "HFTokenizer")
-    beside = tokens.prefix.with_name("tokenizer.json")
     try:
-        tokenizer = build_tokenizer(kind, beside if needs_files(kind) else None)
+        beside = tokens.prefix.with_name("tokenizer.json")
+        tokenizer = build_tokenizer(writer.get("type", "HFTokenizer"), beside)
     except UserError:
         return None
     return tokenizer if tokenizer.hash == writer.get("hash") else None

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -41,8 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="token files, without .bin and .idx",
     )
     add("-o", "--output", type="path", required=True, metavar="PREFIX", help="the merged file")
-    bare = "also merge files without a card that names their tokenizer"
-    add("--assume-same-tokenizer", action="store_true", help=bare)
+    add(
+        "--assume-same-tokenizer",
+        action="store_true",
+        help="also merge files without a card that names their tokenizer",
+    )
     add("--overwrite", action="store_true", help="replace an earlier file of this name")
     words = sys.argv[1:] if argv is None else argv
     options = parser.parse_args(words)
@@ -52,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(
             "merge_data.py: give two prefixes or more, each once, and for -o another place"
         )
-    files = [TokenFile.open(prefix) for prefix in prefixes]
-    tokenizer: dict[str, Any] = {}
+    files = list(map(TokenFile.open, prefixes))
+    tokenizer = {}
     for file in files:
         writer = file.meta.get("tokenizer", {})
         if not writer and not options.assume_same_tokenizer:
@@ -69,24 +71,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         tokenizer = tokenizer or writer
 
-    vocab = tokenizer.get("vocab_size")  # ids of a file without a card must be below it, too
-    sources: list[dict[str, Any]] = []
-    files_of: Counter[str] = Counter()  # how many of the files have a source, by its sha256
+    sources = []
+    uses = Counter()  # how many of the files have a source, by its sha256
     dtype = np.result_type(*(file.dtype for file in files))
     with TokenWriter(output, dtype, overwrite=options.overwrite) as merged:
         for prefix in prefixes:
-            file = TokenFile.open(prefix, vocab=vocab)
+            # Ids of a file without a card must be in the vocabulary, too.
+            file = TokenFile.open(prefix, vocab=tokenizer.get("vocab_size"))
             for document in range(len(file)):
                 for ids in file.pieces(document):
                     merged.extend(ids)
                 merged.end_document()
-            of_file = file.meta.get("sources")
-            if not of_file:
+            sources_of_file = file.meta.get("sources")
+            if not sources_of_file:
                 path = Path(f"{prefix}.bin")
                 size, sha256 = path.stat().st_size, sha256_of(path)
-                of_file = [{"path": str(path), "bytes": size, "sha256": sha256}]
-            sources += of_file
-            files_of.update({source["sha256"] for source in of_file})
+                sources_of_file = [{"path": str(path), "bytes": size, "sha256": sha256}]
+            sources += sources_of_file
+            uses.update({source["sha256"] for source in sources_of_file})
         if tokenizer:
             names = dict.fromkeys(file.meta.get("corpus") or file.prefix.name for file in files)
             merged.meta = {
@@ -97,15 +99,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
                 "command": ["merge_data.py", *words],
             }
-            sizes = [file.text_bytes for file in files]
-            if None not in sizes:
-                merged.meta["text_bytes"] = sum(size or 0 for size in sizes)
-    shared = [sha256[:12] for sha256, count in files_of.items() if count > 1]
+            sizes = [file.text_bytes or 0 for file in files]
+            if all(sizes):
+                merged.meta["text_bytes"] = sum(sizes)
+    shared = ", ".join(sha256[:12] for sha256, count in uses.items() if count > 1)
     if shared:
         log.warning(
             "several of the files were made from the same sources; documents that more than one of"
             " them took from there are there several times: %s",
-            ", ".join(shared),
+            shared,
         )
     print(f"{output}: {merged.documents:,} documents, {merged.tokens:,} tokens ({merged.dtype})")
     if not tokenizer:

@@ -28,15 +28,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("corpus", nargs="?", help=f"a corpus known by name: {', '.join(corpus_names())}")
     add("--input", type="path", nargs="+", metavar="FILE", help="your own text, or folders of it")
-    key = "key of the text in JSON lines (default: text); of several, the first that an entry has"
-    add("--text-key", action="append", metavar="KEY", help=key)
-    folder = "folder of the data (default: data)"
-    add("-d", "--data-dir", type=Path, default=Path("data"), help=folder)
+    add(
+        "--text-key",
+        action="append",
+        metavar="KEY",
+        help="key of the text in JSON lines (default: text); of several, the first that an entry"
+        " has",
+    )
+    add(
+        "-d",
+        "--data-dir",
+        type=Path,
+        default=Path("data"),
+        help="folder of the data (default: data)",
+    )
     add("--vocab-size", type=int, required=True, help="entries, such as 8192")
-    most = "characters to learn from at most (default: %(default)s)"
-    add("--characters", type=int, default=TRAINING_CHARACTERS, help=most)
-    place = "the new tokenizer.json"
-    add("-o", "--output", type=Path, required=True, metavar="FILE", help=place)
+    add(
+        "--characters",
+        type=int,
+        default=TRAINING_CHARACTERS,
+        help="characters to learn from at most (default: %(default)s)",
+    )
+    add(
+        "-o",
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="the new tokenizer.json",
+    )
     add("--overwrite", action="store_true", help="replace an earlier file of this name")
     options = parser.parse_args(argv)
     output: Path = options.output
@@ -56,11 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         corpus = Files("input", options.input, options.text_key or ["text"])
 
-    learned = training_texts(corpus, options.characters)
-    first = next(learned, "")
+    texts = training_texts(corpus, options.characters)
+    first = next(texts, "")
     if not first:
         raise UserError(f"{corpus.name}: has no text to learn from - give files with text")
-    text = train_tokenizer(chain([first], learned), options.vocab_size)
+    text = train_tokenizer(chain([first], texts), options.vocab_size)
     with TemporaryDirectory() as folder:
         temporary = Path(folder, "tokenizer.json")
         temporary.write_text(text, encoding="utf-8")

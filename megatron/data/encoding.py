@@ -7,7 +7,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice
 from pathlib import Path
@@ -91,9 +91,9 @@ def encode_in_order(
     workers: 1: this process does all; more: so many processes encode, and this one reads and writes
     Raises UserError if a process is lost, or a text cannot be encoded.
     """
-    waiting = iter(batches)
-    first = list(islice(waiting, FEW + 1))
-    everything = chain(first, waiting)
+    rest = iter(batches)
+    first = list(islice(rest, FEW + 1))
+    everything = chain(first, rest)
     if workers == 1 or len(first) <= FEW:
         encoder = Encoder(files)
         for batch in everything:
@@ -102,7 +102,7 @@ def encode_in_order(
 
     # Not forks of this process: they would inherit the locks of its threads without the threads.
     context = multiprocessing.get_context("forkserver")
-    ahead: deque[tuple[Batch, Future[list[bytes]]]] = deque()
+    ahead = deque()
     with ProcessPoolExecutor(workers, context, _start_worker, (files,)) as pool:
         try:
             for batch in everything:
@@ -160,7 +160,7 @@ class Encoder:
                 f"vocab_file: {files.vocab_file} was changed while it was used - start again"
             )
         self.dtype = dtype_for(self.tokenizer.vocab_size)
-        self.known: dict[str, bytes] = {}
+        self.words: dict[str, bytes] = {}
         self._most = most
 
     def encode(self, texts: Sequence[str]) -> list[bytes]:
@@ -168,16 +168,16 @@ class Encoder:
         if not self.tokenizer.by_words:
             return self._contents(texts)
         words_of_texts = [words_of(text) for text in texts]
-        known = self.known
-        unknown = list(set().union(*words_of_texts) - known.keys())
-        known.update(zip(unknown, self._contents(unknown), strict=True))
-        contents = [b"".join(map(known.__getitem__, words)) for words in words_of_texts]
-        for word in unknown:
+        contents = self.words
+        new_words = list(set().union(*words_of_texts) - contents.keys())
+        contents.update(zip(new_words, self._contents(new_words), strict=True))
+        joined = [b"".join(map(contents.__getitem__, words)) for words in words_of_texts]
+        for word in new_words:
             if len(word) > LONGEST_WORD:
-                del known[word]
-        if len(known) > self._most:
-            known.clear()
-        return contents
+                del contents[word]
+        if len(contents) > self._most:
+            contents.clear()
+        return joined
 
     def _contents(self, texts: Sequence[str]) -> list[bytes]:
         return [np.array(ids, self.dtype).tobytes() for ids in self.tokenizer.encode_batch(texts)]
@@ -189,7 +189,7 @@ def words_of(text: str) -> list[str]:
     ASCII is cut by GPT-2's pattern. A stretch with other characters is one word, from white space
     to white space; the library cuts it.
     """
-    words: list[str] = []
+    words = []
     done = 0
     while not text.isascii() and (other := BEYOND_ASCII.search(text, done)):
         place = other.start()

@@ -65,10 +65,10 @@ def batches(
         generator=torch.Generator(),
     )
     before = set(multiprocessing.active_children())
-    found = iter(loader)  # workers start now, not with the first batch
+    read_batches = iter(loader)  # workers start now, not with the first batch
     workers = set(multiprocessing.active_children()) - before
     multiprocessing.util.Finalize(None, _kill, args=(workers,), exitpriority=1)
-    return _raising(found)
+    return map(_or_fault, read_batches)
 
 
 def _kill(workers: Iterable[BaseProcess]) -> None:
@@ -76,18 +76,16 @@ def _kill(workers: Iterable[BaseProcess]) -> None:
 
     Python would send them SIGTERM, which they ignore, and wait for them for ever.
     """
-    left = [worker for worker in workers if worker.is_alive()]
-    if left:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
-    for worker in left:
-        worker.kill()
+    for worker in workers:
+        if worker.is_alive():
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
+            worker.kill()
 
 
-def _raising(found: Iterator[Tensor | UserError]) -> Iterator[Tensor]:
-    for batch in found:
-        if isinstance(batch, UserError):
-            raise batch
-        yield batch
+def _or_fault(batch: Tensor | UserError) -> Tensor:
+    if isinstance(batch, UserError):
+        raise batch
+    return batch
 
 
 class _Batches(Dataset):

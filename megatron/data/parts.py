@@ -6,7 +6,7 @@ Blends are those of GPT-NeoX (2026), window for window.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,20 +43,14 @@ class Part:
         if isinstance(self.files[0], TaskText):
             return self.files[0].samples(self.name, length, seed)
         if not self.weights:
-            return self._of(self.files[0], length, seed, num_samples)
+            return self._read(length, seed, [num_samples])[0]
         counts = samples_of_each(self.weights, num_samples)
-        several = [
-            self._of(tokens, length, seed, count)
-            for tokens, count in zip(self.files, counts, strict=True)
-        ]
-        return Blend(several, self.weights)
+        return Blend(self._read(length, seed, counts), self.weights)
 
     def epoch(self, length: int, seed: int) -> "Samples | Blend":
         """Every window once; several corpora take turns in proportion to their windows."""
-        several = [self._of(tokens, length, seed, 1) for tokens in self.files]
-        if not self.weights:
-            return several[0]
-        return Blend(several, [len(samples) for samples in several])
+        samples = self._read(length, seed, [1] * len(self.files))
+        return Blend(samples, list(map(len, samples))) if self.weights else samples[0]
 
     def windows_of_an_epoch(self, length: int) -> int:
         """How many windows `epoch` has, without building it. UserError for a task, without end."""
@@ -66,16 +60,20 @@ class Part:
             windows_of_an_epoch(tokens, self.split, self.name, length) for tokens in self.files
         )
 
-    def _of(self, tokens: TokenFile, length: int, seed: int, count: int) -> Samples:
-        return build_split(tokens, self.split, self.name, length, seed, count)
+    def _read(self, length: int, seed: int, counts: Sequence[int]) -> list[Samples]:
+        """So many samples of each file."""
+        return [
+            build_split(tokens, self.split, self.name, length, seed, count)
+            for tokens, count in zip(self.files, counts, strict=True)
+        ]
 
-    def facts(self) -> list[dict[str, Any]]:
+    def facts(self) -> list[dict]:
         """Each corpus: its name, which share of it is read, and what it is."""
-        facts = []
-        for tokens, weight in zip(self.files, shares(self.weights or (1.0,)), strict=True):
-            use = {"part": self.name, "split": self.split, "weight": weight}
-            facts.append({"corpus": name_of(tokens), **use, **tokens.identity()})
-        return facts
+        use = {"part": self.name, "split": self.split}
+        return [
+            {"corpus": name_of(tokens), **use, "weight": weight, **tokens.identity()}
+            for tokens, weight in zip(self.files, shares(self.weights or (1.0,)), strict=True)
+        ]
 
 
 def name_of(tokens: TokenFile) -> str:
@@ -91,39 +89,37 @@ def open_parts(data: Data, names: Iterable[str] = PARTS) -> dict[str, Part]:
     if (data.data_path or "").startswith(TASK_PREFIX):
         task = TaskText(str(data.data_path).removeprefix(TASK_PREFIX), data.task_args)
         return {name: Part(name, (cast(TokenFile, task),), data.split) for name in names}
-    if not any(getattr(data, f"{name}_data_paths") for name in PARTS):
+    keys = {name: f"{name}_data_paths" for name in PARTS}
+    if not any(getattr(data, key) for key in keys.values()):
         tokens = TokenFile.open(data.data_path or "")
         return {name: Part(name, (tokens,), data.split) for name in names}
     parts = {}
+    trained_on = {}  # the files of the training part, by the sums in their cards
     for name in names:
-        key = f"{name}_data_paths"
-        if not getattr(data, key):
-            continue
+        key = keys[name]
         try:
-            files = tuple(TokenFile.open(path) for path in getattr(data, key))
+            files = tuple(map(TokenFile.open, getattr(data, key) or ()))
         except UserError as fault:
             raise UserError(str(fault).replace("data_path:", f"{key}:", 1)) from None
+        if not files:
+            continue
         weights = getattr(data, f"{name}_data_weights") or (1.0,) * len(files)
         if data.weight_by_num_documents:
-            documents = [len(tokens) for tokens in files]
-            weights = weights_by_documents(documents, data.weighted_sampler_alpha)
+            weights = weights_by_documents(list(map(len, files)), data.weighted_sampler_alpha)
         parts[name] = Part(name, files, WHOLE[name], tuple(weights))
+        if name == "train":
+            trained_on = {tokens.sums.get("bin", ""): tokens.prefix for tokens in files}
     if not parts:
-        missing = " and ".join(f"{name}_data_paths" for name in names)
+        missing = " and ".join(keys[name] for name in names)
         raise UserError(f"{missing}: not given - name the corpora to read")
-
-    trained = {}  # the files of the training part, by the sums in their cards
-    if "train" in parts:
-        trained = {tokens.sums.get("bin", ""): tokens for tokens in parts["train"].files}
-    for name, part in parts.items():
-        for tokens in part.files:
-            known = trained.get(tokens.sums.get("bin"))
-            if name != "train" and known is not None:
-                raise UserError(
-                    f"{name}_data_paths: {tokens.prefix} has the same tokens as {known.prefix},"
-                    " which is trained on, so a loss there says nothing of new text - prepare text"
-                    " that is held out"
-                )
+    for tokens, key in [(tokens, keys[name]) for name in parts for tokens in parts[name].files]:
+        trained = trained_on.get(tokens.sums.get("bin"))
+        if trained and key != keys["train"]:
+            raise UserError(
+                f"{key}: {tokens.prefix} has the same tokens as {trained},"
+                " which is trained on, so a loss there says nothing of new text - prepare text"
+                " that is held out"
+            )
     return parts
 
 
@@ -164,31 +160,27 @@ class Turns:
         once = np.array(shares(weights))
         self.weights = (once / once.sum()).tolist()  # a second time, as the reference does
         self._starts = [[0] * len(weights)]  # windows of each corpus before each block
-        self._block = -1  # the one whose turns are kept
-        self._turns: list[tuple[int, int]] = []
+        self._block = -1  # the last whose turns were chosen
+        self._turns = []
 
     def __getitem__(self, index: int) -> tuple[int, int]:
         block, place = divmod(index, BLOCK)
-        while len(self._starts) <= block:
-            self._choose(len(self._starts) - 1)
-        if block != self._block:
-            self._choose(block)
+        while block != self._block:
+            self._choose(min(block, len(self._starts) - 1))
         return self._turns[place]
 
     def _choose(self, block: int) -> None:
         counts = list(self._starts[block])
-        turns = []
+        self._block, self._turns = block, []
         for window in range(block * BLOCK, (block + 1) * BLOCK):
             windows = float(max(window, 1))
             lags = [
                 weight * windows - count for weight, count in zip(self.weights, counts, strict=True)
             ]
             corpus = lags.index(max(lags))
-            turns.append((corpus, counts[corpus]))
+            self._turns.append((corpus, counts[corpus]))
             counts[corpus] += 1
-        self._turns, self._block = turns, block
-        if len(self._starts) == block + 1:
-            self._starts.append(counts)
+        self._starts[block + 1 :] = self._starts[block + 1 :] or [counts]
 
 
 def shares(weights: Sequence[float]) -> list[float]:
@@ -210,5 +202,5 @@ def weights_by_documents(documents: Sequence[int], alpha: float) -> list[float]:
     if len(documents) == 1:
         return [1.0]
     parts = shares(documents)
-    raised = shares([part**alpha for part in parts])
-    return shares([power * (1 - part) for power, part in zip(raised, parts, strict=True)])
+    powers = shares([part**alpha for part in parts])
+    return shares([power * (1 - part) for power, part in zip(powers, parts, strict=True)])

@@ -7,7 +7,6 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -79,23 +78,24 @@ def prepare(
         vocab_file = prefix.with_name(TRAINED) if choice.trained else choice.vocab_file
         tokenizer = build_tokenizer(choice.kind, vocab_file, choice.merge_file)
         writer = tokens.meta.get("tokenizer", {})
-        has: dict[str, Any] = {
-            "tokenizer": (writer.get("hash"), writer.get("trained_for")),
-            "documents": tokens.meta.get("documents_limit"),
-        }
-        wanted: dict[str, Any] = {
-            "tokenizer": (tokenizer.hash, choice.vocab_size if choice.trained else None),
-            "documents": corpus.about.get("documents_limit"),
+        trained_for = choice.vocab_size if choice.trained else None
+        same = {
+            "tokenizer": (writer.get("hash"), writer.get("trained_for"))
+            == (tokenizer.hash, trained_for),
+            "documents": tokens.meta.get("documents_limit") == corpus.about.get("documents_limit"),
         }
         if corpus.is_here:
-            wanted["sources"] = [source["sha256"] for source in corpus.sources()]
-            has["sources"] = [source["sha256"] for source in tokens.meta.get("sources", [])]
+            before, today = (
+                [source["sha256"] for source in sources]
+                for sources in (tokens.meta.get("sources", []), corpus.sources())
+            )
+            same["sources"] = before == today
         else:
             log.warning(f"{corpus.name}: the tokens are not compared with the files of the network")
-        differs = [key for key, value in wanted.items() if has[key] != value]
-        if differs:
+        if not all(same.values()):
+            different = " and ".join(key for key, is_same in same.items() if not is_same)
             raise UserError(
-                f"{prefix}: exists already, prepared with other {' and '.join(differs)} - take"
+                f"{prefix}: exists already, prepared with other {different} - take"
                 " another --name or -d, or --overwrite"
             )
         return f"already prepared\n{_summary(tokens, choice)}"
@@ -107,20 +107,20 @@ def prepare(
                 text = train_tokenizer(training_texts(corpus), choice.vocab_size)
                 vocab_file.write_text(text, encoding="utf-8")
             tokenizer = build_tokenizer(choice.kind, vocab_file, choice.merge_file)
-            known = TokenizerFiles(choice.kind, vocab_file, choice.merge_file, tokenizer.hash)
+            files_of_tokenizer = TokenizerFiles(
+                choice.kind, vocab_file, choice.merge_file, tokenizer.hash
+            )
             dtype = dtype_for(tokenizer.vocab_size)
             with TokenWriter(prefix, dtype, overwrite=overwrite) as writer:
-                _encode(corpus, tokenizer, known, writer, workers)
-                of_writer = description(tokenizer)
-                if choice.trained:
-                    of_writer["trained_for"] = choice.vocab_size
+                _encode(corpus, tokenizer, files_of_tokenizer, writer, workers)
+                trained_for = {"trained_for": choice.vocab_size} if choice.trained else {}
                 writer.meta |= {
                     "corpus": corpus.name,
-                    "tokenizer": of_writer,
+                    "tokenizer": description(tokenizer) | trained_for,
                     "sources": corpus.sources(),
                     **corpus.about,
                     "dtype": str(dtype),
-                    "skips": {reason: count for reason, count in corpus.skips.items() if count},
+                    "skips": dict(+corpus.skips),
                     "date": datetime.now(UTC).isoformat(timespec="seconds"),
                     "command": shlex.join(command),
                 }
@@ -147,15 +147,14 @@ def _encode(
             before = text_bytes
             is_first = not writer.tokens and not writer.pending
             changed = []
-            for piece, content in zip(batch, contents, strict=True):
-                text = piece.text
+            for (text, is_last), content in zip(batch, contents, strict=True):
                 ids = np.frombuffer(content, writer.dtype)
                 corpus.skips[UNKNOWN] += int(np.count_nonzero(ids == tokenizer.unknown))
                 if is_first and tokenizer.decode(ids.tolist()) != text:
                     changed.append(text)
                 size += len(text) if text.isascii() else len(text.encode())
                 writer.append(content)
-                if not piece.last:
+                if not is_last:
                     continue
                 if writer.pending:
                     writer.append(end)

@@ -6,6 +6,7 @@ array and a table inside an archive, which must be as small as a document.
 
 import gzip
 import io
+import itertools
 import json
 import logging
 import os
@@ -32,7 +33,6 @@ ZSTD_INPUT = 1 << 10
 WINDOW = 1 << 31  # zstd's largest: the Pile was compressed with long windows
 FREE = 256 * MB  # unpacked bytes before the ratio counts: a small file may be very uniform
 ROWS = 16  # of a Parquet file that are in memory at a time
-PYTHONS_CACHE = "__pycache__"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # A number beside the text may have more digits than Python makes an integer of.
 READ_JSON = json.JSONDecoder(parse_int=float).decode
@@ -55,16 +55,16 @@ class Corpus:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.about: dict[str, Any] = {}
+        self.about = {}
         self.to_train_on: int | None = None
-        self.skips: Counter[str] = Counter()
+        self.skips = Counter()
         self.is_here = True
 
     def documents(self) -> Iterator[str]:
         """The text of every document."""
         raise NotImplementedError
 
-    def sources(self) -> list[dict[str, Any]]:
+    def sources(self) -> list[dict]:
         """The files that are read, each with its sha256."""
         raise NotImplementedError
 
@@ -89,9 +89,6 @@ class Keep(NamedTuple):
     key: str
     value: str
 
-    def __call__(self, entry: Any) -> bool:
-        return value_at(entry, self.key) == self.value
-
 
 class Files(Corpus):
     """A corpus of files.
@@ -115,7 +112,7 @@ class Files(Corpus):
         self.keys = keys
         self.limits = limits or Limits()
         self.keep = keep
-        self._read: dict[Path, os.stat_result] = {}  # files when they were first read
+        self._read = {}  # size and time of each file when it was first read
         self._left = 0  # bytes that the current file may still unpack to
 
     def needed(self) -> Iterator[Path]:
@@ -130,9 +127,8 @@ class Files(Corpus):
         self.skips.clear()
         for path in self.needed():
             with _readable(path), path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                self._read.setdefault(path, status)
-                self._left = max(FREE, status.st_size * self.limits.ratio)
+                size, _ = self._read.setdefault(path, _size_and_time(path))
+                self._left = max(FREE, size * self.limits.ratio)
                 for text in self._texts(str(path), file):
                     try:
                         text.encode()
@@ -141,55 +137,52 @@ class Files(Corpus):
                         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
                     yield text
 
-    def sources(self) -> list[dict[str, Any]]:
+    def sources(self) -> list[dict]:
         """Path, bytes and sha256 of each file. Raises UserError if one was changed meanwhile."""
         entries = []
         for path in self._read or self.needed():
             with _readable(path):
                 sha256 = sha256_of(path)
-                now = path.stat()
-            before = self._read.get(path, now)
-            if (before.st_size, before.st_mtime_ns) != (now.st_size, now.st_mtime_ns):
+                size_and_time = _size_and_time(path)
+            if self._read.get(path, size_and_time) != size_and_time:
                 raise UserError(
                     f"--input: {path} was changed while it was read - wait until nothing writes to"
                     " it, and start again"
                 )
-            entries.append({"path": str(path), "bytes": now.st_size, "sha256": sha256})
+            entries.append({"path": str(path), "bytes": size_and_time[0], "sha256": sha256})
         return entries
 
     # --- Kinds of files. name: for messages; its end says what the file is ---
 
     def _texts(self, name: str, file: IO[bytes]) -> Iterator[str]:
-        reader = _reader(name) or Files._plain_text
-        return reader(self, name, file)
+        return (_reader(name) or Files._plain_text)(self, name, file)
 
     def _json(self, name: str, file: IO[bytes]) -> Iterator[str]:
         """The texts of JSON lines, or of one array."""
         for where, entry in self._entries(name, self._unpacked(name, file)):
-            if self.keep is None or self.keep(entry):
-                yield text_of(entry, self.keys, where)
-            else:
+            if self.keep and value_at(entry, self.keep.key) != self.keep.value:
                 self.skips[f"not {self.keep.key} = {self.keep.value}"] += 1
+            else:
+                yield text_of(entry, self.keys, where)
 
     def _entries(self, name: str, stream: IO[bytes]) -> Iterator[tuple[str, Any]]:
         """Each entry of a JSON file, after the place where it stands."""
-        number = entries = 0
-        while line := stream.readline(self.limits.document + 2):
-            number += 1
+        limit = self.limits.document
+        is_first = True
+        for number, line in enumerate(iter(lambda: stream.readline(limit + 2), b""), 1):
             where = f"{name}:{number}"
             self._check_size(where, len(line) - 1)
             line = line.removeprefix(BYTE_ORDER_MARK)
             if not line.strip():
                 self.skips["empty line"] += 1
-                continue
-            entries += 1
-            if entries > 1 or not line.lstrip().startswith(b"["):
+            elif is_first and line.lstrip().startswith(b"["):
+                array = line + stream.read(limit)
+                self._check_size(name, len(array))
+                for place, entry in enumerate(json_value(array, name), 1):
+                    yield f"{name}: entry {place}", entry
+            else:
                 yield where, json_value(line, where)
-                continue
-            whole = line + stream.read(self.limits.document)
-            self._check_size(name, len(whole))
-            for place, entry in enumerate(json_value(whole, name), 1):
-                yield f"{name}: entry {place}", entry
+            is_first = is_first and not line.strip()
 
     def _plain_text(self, name: str, file: IO[bytes]) -> Iterator[str]:
         try:
@@ -199,7 +192,7 @@ class Files(Corpus):
                 f"{name}: is not UTF-8 (byte {error.start}) - convert the file"
             ) from None
         line = text.partition("\n")[0].rstrip()
-        is_object = line.startswith("{") and line.endswith("}")
+        is_object = (line[:1], line[-1:]) == ("{", "}")
         if is_object and any(f'"{key}":' in line for key in self.keys):
             raise UserError(
                 f"{name}: holds JSON lines, and its name does not say so - give it the ending"
@@ -211,29 +204,27 @@ class Files(Corpus):
         """The rows of a Parquet file."""
         from pyarrow import parquet  # here, because it is slow to import and rarely needed
 
-        number = 0
+        number = itertools.count(1)
         try:
             table = parquet.ParquetFile(file)
             names = table.schema_arrow.names
             keys = {*self.keys, *(key.partition(".")[0] for key in self.keys)}
-            columns = sorted(keys.intersection(names))
             groups = map(table.metadata.row_group, range(table.num_row_groups))
             if sum(group.total_byte_size for group in groups) > self._left:
                 self._unpack(name, self._left + 1)
-            for batch in table.iter_batches(ROWS, columns=columns or names):
+            for batch in table.iter_batches(ROWS, columns=sorted(keys & {*names}) or names):
                 self._unpack(name, batch.nbytes)
                 for row in batch.to_pylist():
-                    number += 1
-                    where = f"{name}: row {number}"
+                    where = f"{name}: row {next(number)}"
                     text = text_of(row, self.keys, where)
                     self._check_size(where, len(text))
                     yield text
         except UserError:
             raise
         except Exception as error:  # pyarrow has many
-            reason = str(error).split("\n")[0][:200]
+            reason, *_ = str(error).split("\n")
             raise UserError(
-                f"{name}: cannot be read as a table ({reason}) - copy it again"
+                f"{name}: cannot be read as a table ({reason[:200]}) - copy it again"
             ) from None
 
     def _archive(self, name: str, file: IO[bytes]) -> Iterator[str]:
@@ -299,12 +290,12 @@ class Files(Corpus):
 
         Raises UserError for a file that is cut off, which must not pass for a shorter corpus.
         """
-        end = name.lower()
-        if end.endswith((".gz", ".tgz", ".zst")) and not file.peek(1):  # type: ignore[attr-defined]
+        _, _, end = name.lower().rpartition(".")
+        if end in ("gz", "tgz", "zst") and not file.peek(1):  # type: ignore[attr-defined]
             raise UserError(f"{name}: is empty, as no packed file is - copy it again")
-        if end.endswith((".gz", ".tgz")):
+        if end in ("gz", "tgz"):
             file = gzip.GzipFile(fileobj=file, mode="rb")  # type: ignore[assignment]
-        chunks = _zstd(file) if end.endswith(".zst") else iter(lambda: file.read(CHUNK), b"")
+        chunks = _zstd(file) if end == "zst" else iter(lambda: file.read(CHUNK), b"")
         try:
             for chunk in chunks:
                 self._unpack(name, len(chunk))
@@ -329,7 +320,7 @@ READERS |= {".tgz": Files._archive, ".parquet": Files._table}
 
 
 def _reader(name: str) -> Reader | None:
-    """The reader of files of this name, or None for a kind that is not known."""
+    """The reader of files of this name, or None for a kind that is not read."""
     end = name.lower()
     return next((reader for kind, reader in READERS.items() if end.endswith(kind)), None)
 
@@ -337,11 +328,12 @@ def _reader(name: str) -> Reader | None:
 def files_in(folder: Path) -> list[Path]:
     """The files in a folder and below it, by name, without hidden ones and Python's caches.
 
-    A linked folder is opened as any other, and none twice. UserError for what is no file.
+    A linked folder is opened as any other, and none twice. UserError for what is no file, and for a
+    folder that cannot be read.
     """
-    files: list[Path] = []
+    files = []
     opened = set()
-    for place, folders, names in os.walk(folder, followlinks=True):
+    for place, folders, names in os.walk(folder, onerror=_refuse_folder, followlinks=True):
         target = os.path.realpath(place)
         if target in opened:
             folders.clear()
@@ -356,7 +348,14 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def _is_shown(name: str) -> bool:
-    return not name.startswith(".") and name != PYTHONS_CACHE
+    return not name.startswith(".") and name != "__pycache__"
+
+
+def _refuse_folder(fault: OSError) -> None:
+    raise UserError(
+        f"{fault.filename}: the folder cannot be read ({fault.strerror}) - check its permissions"
+        " and its disk, or name the files that you want one by one"
+    )
 
 
 def list_files(inputs: Sequence[str | Path]) -> list[Path]:
@@ -364,11 +363,10 @@ def list_files(inputs: Sequence[str | Path]) -> list[Path]:
 
     Raises UserError for what is missing, and for files of unknown kinds that do not begin as text.
     """
-    listed: list[Path] = []
+    listed = []
     for path in map(Path, inputs):
-        inside = [path]
-        if not os.path.isfile(path):  # False also for a loop of links, or a name that is too long
-            inside = files_in(path) if os.path.isdir(path) else []
+        # Both are also False for a loop of links, or a name that is too long.
+        inside = files_in(path) if os.path.isdir(path) else [path] * os.path.isfile(path)
         if not inside:
             raise UserError(
                 f"--input: {path} is neither a file nor a folder with files in it (looked from"
@@ -376,14 +374,13 @@ def list_files(inputs: Sequence[str | Path]) -> list[Path]:
             )
         listed += inside
     files = list({os.path.realpath(path): path for path in listed}.values())
-    if len(files) < len(listed):
-        log.warning("--input: %d files are given twice, and read once", len(listed) - len(files))
+    if twice := len(listed) - len(files):
+        log.warning("--input: %d files are given twice, and read once", twice)
 
     unknown = [path for path in files if _reader(path.name) is None]
     for path in unknown:
         with _readable(path), path.open("rb") as file:
-            beginning = file.read(CHUNK)
-        text = beginning.decode("utf-8", errors="replace")
+            text = file.read(CHUNK).decode("utf-8", errors="replace")
         if "\0" in text or "\ufffd" in text[:-1]:  # the last character may be cut
             raise UserError(
                 f"--input: {path} is neither UTF-8 text nor of a kind that is read - use "
@@ -428,9 +425,8 @@ def json_value(content: bytes, where: str) -> Any:
 
 def value_at(entry: Any, key: str) -> Any:
     """What an entry has under a key, with a dot for what lies deeper; None if it has nothing."""
-    if isinstance(entry, dict) and key in entry:
-        return entry[key]
-    for part in key.split("."):
+    parts = [key] if isinstance(entry, dict) and key in entry else key.split(".")
+    for part in parts:
         entry = entry.get(part) if isinstance(entry, dict) else None
     return entry
 
@@ -442,7 +438,7 @@ def text_of(entry: Any, keys: Sequence[str], where: str) -> str:
     """
     if isinstance(entry, str):
         return entry
-    values = [value_at(entry, key) for key in keys]
+    values = (value_at(entry, key) for key in keys)
     text = next((value for value in values if value is not None), None)
     if isinstance(text, list) and all(isinstance(part, str) for part in text):
         text = "\n\n".join(text)
@@ -466,6 +462,11 @@ def _readable(path: Path) -> Iterator[None]:
         ) from None
 
 
+def _size_and_time(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
 # --- Packed bytes ---
 
 
@@ -477,7 +478,7 @@ def _zstd(file: IO[bytes]) -> Iterator[bytes]:
     while packed or (packed := file.read(ZSTD_INPUT)):
         frame = frame or decompressor.decompressobj()
         yield frame.decompress(packed)
-        packed = frame.unused_data if frame.eof else b""
+        packed = frame.unused_data
         if frame.eof:
             frame = None
     if frame is not None:
@@ -488,21 +489,17 @@ class _Chunks(io.RawIOBase):
     """Chunks as a file that is read once."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks = chunks
+        self._chunks = filter(None, chunks)
         self._rest = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer) -> int:  # type: ignore[no-untyped-def]
-        while not self._rest:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                return 0
-            self._rest = memoryview(chunk)
-        count = min(len(buffer), len(self._rest))
-        buffer[:count] = self._rest[:count]
-        self._rest = self._rest[count:]
+        rest = self._rest or memoryview(next(self._chunks, b""))
+        count = min(len(buffer), len(rest))
+        buffer[:count] = rest[:count]
+        self._rest = rest[count:]
         return count
 
 

@@ -88,17 +88,16 @@ class Samples:
         """
         if index > len(self):
             index %= len(self)
-        ends = self.maps.ends
-        token = int(self.maps.order[index]) * self.length  # of the stream
+        documents, ends, order = self.maps
+        token = int(order[index]) * self.length  # of the stream
         entry = int(np.searchsorted(ends, token, side="right"))
-        start = token - (int(ends[entry - 1]) if entry else 0)  # in its document
+        start = token - int(ends[entry - 1] if entry else 0)  # in its document
         sample = np.empty(self.length + 1, dtype=np.int64)
-        filled = 0
-        while filled < len(sample):
-            document = int(self.maps.documents[entry])
-            ids = self.tokens.read(document, start, len(sample) - filled)
-            sample[filled : filled + len(ids)] = ids
-            filled += len(ids)
+        rest = sample  # what is not filled
+        while len(rest):
+            ids = self.tokens.read(int(documents[entry]), start, len(rest))
+            rest[: len(ids)] = ids
+            rest = rest[len(ids) :]
             entry += 1
             start = 0
         return sample
@@ -126,13 +125,7 @@ def build_split(
             "- enlarge its share of split = %s",
             *(tokens.prefix, part, plan.tokens_per_epoch, length, split),
         )
-    maps = _kept_maps(tokens, plan)
-    if maps is None:
-        with tempfile.TemporaryDirectory() as folder:  # mapped files stay readable without a name
-            _write_maps(Path(folder), tokens.sizes, plan)
-            maps = _load(Path(folder), plan)
-            assert maps is not None
-    return Samples(tokens, maps, length)
+    return Samples(tokens, _maps(tokens, plan), length)
 
 
 def windows_of_an_epoch(tokens: TokenFile, split: str, part: str, length: int) -> int:
@@ -147,15 +140,19 @@ def _plan(
     tokens: TokenFile, split: str, part: str, length: int, seed: int, num_samples: int
 ) -> Plan:
     documents = split_documents(tokens, split, part)
-    total = int(tokens.sizes[documents.start : documents.stop].sum(dtype=np.int64))
+    total = _tokens_of(tokens, documents)
     if not total:
         raise UserError(
             f"{tokens.prefix}: the {part} part has no tokens - give {part} a larger share than "
             f"split = {split}"
         )
-    wanted = max(num_samples, 2)  # two, because the last is not counted
-    epochs = -(-(wanted * length + 1) // total)
+    # Two at least, because the last is not counted.
+    epochs = -(-(max(num_samples, 2) * length + 1) // total)
     return Plan(documents, total, epochs, length, seed)
+
+
+def _tokens_of(tokens: TokenFile, documents: range) -> int:
+    return int(tokens.sizes[documents.start : documents.stop].sum(dtype=np.int64))
 
 
 def split_documents(tokens: TokenFile, split: str, part: str) -> range:
@@ -176,9 +173,10 @@ def split_documents(tokens: TokenFile, split: str, part: str) -> range:
 
 def _documents_of_parts(tokens: TokenFile, split: str) -> dict[str, range]:
     weights = parse_split(split)
+    total = plain_sum(weights)
     bounds = [0]
     for weight in weights:
-        bounds.append(bounds[-1] + round(weight / plain_sum(weights) * float(len(tokens))))
+        bounds.append(bounds[-1] + round(weight / total * float(len(tokens))))
     surplus = bounds[-1] - len(tokens)  # what rounding added
     # The reference takes the surplus from every bound but the first.
     bounds = [0, *(max(0, bound - surplus) for bound in bounds[1:])]
@@ -189,7 +187,7 @@ def split_in_words(tokens: TokenFile, split: str = SPLIT) -> str:
     """Documents and tokens of every part, and which are held out."""
     words = []
     for part, documents in _documents_of_parts(tokens, split).items():
-        size = int(tokens.sizes[documents.start : documents.stop].sum(dtype=np.int64))
+        size = _tokens_of(tokens, documents)
         words.append(f"{part} {len(documents):,} documents, {size:,} tokens")
     return f"split {split}: {'; '.join(words)}; held out are {HELD_OUT}"
 
@@ -225,49 +223,53 @@ def _write_maps(folder: Path, sizes: NDArray, plan: Plan) -> None:
         sync(file)  # a crash must not leave other contents
 
 
-def _kept_maps(tokens: TokenFile, plan: Plan) -> IndexMaps | None:
+def _maps(tokens: TokenFile, plan: Plan) -> IndexMaps:
     """The maps in PREFIX_index_maps/<hash>, built there if they are missing or damaged.
 
-    None if nothing can be written.
+    If nothing can be written there, they are built in files without a name.
     """
-    sizes = tokens.sizes
-    part = np.ascontiguousarray(sizes[plan.documents.start : plan.documents.stop])
-    facts = f"{FORMAT} {plan}".encode() + hashlib.sha256(part.data).digest()
+    sizes = np.ascontiguousarray(tokens.sizes[plan.documents.start : plan.documents.stop])
+    facts = f"{FORMAT} {plan}".encode() + hashlib.sha256(sizes.data).digest()
     home = tokens.prefix.with_name(tokens.prefix.name + "_index_maps")
     folder = home / hashlib.sha256(facts).hexdigest()[:16]
-    kept = _load(folder, plan)
-    if kept:
-        return kept
+    if maps := _load(folder, plan):
+        return maps
     try:
         home.mkdir(parents=True, exist_ok=True)
         with FileLock(home / f".{folder.name}.lock"):
             # Another process may have built them while this one waited.
-            kept = _load(folder, plan)
-            if kept:
-                return kept
+            if maps := _load(folder, plan):
+                return maps
             shutil.rmtree(folder, ignore_errors=True)  # damaged
             with folder_beside(folder) as temporary:
-                _write_maps(temporary, sizes, plan)
+                _write_maps(temporary, tokens.sizes, plan)
     except (OSError, NotImplementedError) as error:  # a file system without locks
         log.warning("index maps are not kept, every start builds them anew: %s", error)
-    return _load(folder, plan)
+    if maps := _load(folder, plan):
+        return maps
+    with tempfile.TemporaryDirectory() as unnamed:  # mapped files stay readable without a name
+        _write_maps(Path(unnamed), tokens.sizes, plan)
+        maps = _load(Path(unnamed), plan)
+    assert maps is not None
+    return maps
 
 
 def _load(folder: Path, plan: Plan) -> IndexMaps | None:
-    """The maps in a folder, or None if there are none or not whole ones."""
+    """The maps in a folder, or None if they are missing or damaged."""
     if not folder.is_dir():
         return None
     try:
-        files = [folder / f"{name}.npy" for name in IndexMaps._fields]
-        for file in files:
+        arrays = []
+        for name in IndexMaps._fields:
+            file = folder / f"{name}.npy"
             check_regular(file)
-        maps = IndexMaps(*(np.load(file, mmap_mode="r", allow_pickle=False) for file in files))
-        count = len(plan.documents) * plan.epochs
-        expected = [(count,), (count,), (plan.samples,)]
-        is_whole = [array.shape for array in maps] == expected
-        if not is_whole or int(maps.ends[-1]) != plan.epochs * plan.tokens_per_epoch:
+            arrays.append(np.load(file, mmap_mode="r", allow_pickle=False))
+        documents, ends, order = arrays
+        sizes = documents.shape, ends.shape, order.shape, int(ends[-1])
+        entries = (len(plan.documents) * plan.epochs,)
+        if sizes != (entries, entries, (plan.samples,), plan.epochs * plan.tokens_per_epoch):
             raise ValueError("they are of other sizes")
     except (OSError, ValueError, EOFError) as error:
         log.warning("index maps in %s are built anew: %s", folder, error)
         return None
-    return maps
+    return IndexMaps(*arrays)

@@ -15,12 +15,13 @@ import inspect
 import itertools
 import json
 import logging
+import string
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.random import RandomState
@@ -45,30 +46,22 @@ BYTES = 32  # in memory for each token of a problem that is measured
 Problem = list[tuple[str, bool]]  # words, and whether each belongs to an answer
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """A kind of problem.
 
-    generate: (random, size, **options) -> a problem; its number of tokens grows with the size by
-        the same number each
-    words: (**options) -> every word of its problems
-    least: (**options) -> the smallest size
+    generate: (random, size, **options) -> a problem; its number of tokens grows with the size, from
+        1 on, by the same number each
+    words: every word of its problems; or (**options) -> every word
     """
 
     generate: Callable[..., Problem]
-    words: Callable[..., Sequence[str]]
-    least: Callable[..., int]
+    words: Sequence[str] | Callable[..., Sequence[str]]
 
     @property
-    def defaults(self) -> dict[str, Any]:
+    def defaults(self) -> dict:
         """The options with their defaults."""
         _, _, *options = inspect.signature(self.generate).parameters.values()
         return {option.name: option.default for option in options}
-
-    @property
-    def title(self) -> str:
-        """What it is, in one line."""
-        return (inspect.getdoc(self.generate) or "").partition("\n")[0]
 
 
 TASKS: dict[str, Task] = {}
@@ -78,23 +71,22 @@ def listing() -> str:
     """One line for each task: its name, what it is, and its options with their defaults."""
     width = max(map(len, TASKS)) + len(TASK_PREFIX)
     lines = []
-    for name, one in TASKS.items():
-        options = ", ".join(f"{key}: {value}" for key, value in one.defaults.items())
-        about = f"{one.title} | task_args {{{options}}}" if options else one.title
+    for name, task in TASKS.items():
+        title, *_ = (task.generate.__doc__ or "").splitlines()
+        options = ", ".join(f"{key}: {value}" for key, value in task.defaults.items())
+        about = f"{title} | task_args {{{options}}}" if options else title
         lines.append(f"{TASK_PREFIX + name:{width}} | {about}")
     return "\n".join(lines)
 
 
-def task(
-    words: Callable[..., Sequence[str]], least: Callable[..., int] = lambda: 1
-) -> Callable[[Callable[..., Problem]], Callable[..., Problem]]:
-    """Register a generator under its own name; see Task."""
+def register(words: Sequence[str] | Callable[..., Sequence[str]]) -> Callable:
+    """Register a generator under its own name; words: see Task."""
 
-    def register(generate: Callable[..., Problem]) -> Callable[..., Problem]:
-        TASKS[generate.__name__] = Task(generate, words, least)
+    def add(generate: Callable[..., Problem]) -> Callable[..., Problem]:
+        TASKS[generate.__name__] = Task(generate, words)
         return generate
 
-    return register
+    return add
 
 
 def question(*words: str) -> Problem:
@@ -107,14 +99,14 @@ def answer(*words: str) -> Problem:
     return [(word, True) for word in words]
 
 
-def drawn(random: RandomState, words: tuple[str, ...], count: int) -> list[str]:
+def drawn(random: RandomState, words: Sequence[str], count: int) -> list[str]:
     """So many words, each drawn from all."""
-    return [words[number] for number in random.randint(len(words), size=count)]
+    return [str(words[number]) for number in random.randint(len(words), size=count).tolist()]
 
 
-def without_repeats(random: RandomState, words: tuple[str, ...], count: int) -> list[str]:
+def without_repeats(random: RandomState, words: Sequence[str], count: int) -> list[str]:
     """So many different words."""
-    return [words[number] for number in random.permutation(len(words))[:count]]
+    return [str(words[number]) for number in random.permutation(len(words))[:count].tolist()]
 
 
 def scattered(random: RandomState, pieces: Sequence[Problem], filler: Sequence[str]) -> Problem:
@@ -128,43 +120,41 @@ def scattered(random: RandomState, pieces: Sequence[Problem], filler: Sequence[s
     return problem + question(*filler[before:])
 
 
-LETTERS = tuple("abcdefghijklmnopqrstuvwxyz")
-NAMES = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
-DIGITS = tuple("0123456789")
+LETTERS, NAMES, DIGITS = string.ascii_lowercase, string.ascii_uppercase, string.digits
 
 
 # --- Sequences (2305.19466, section 3; 2207.02098) ---
 
 
-@task(words=lambda: ("=", *LETTERS))
+@register("=" + LETTERS)
 def copy(random: RandomState, size: int) -> Problem:
     """Repeat the letters."""
     letters = drawn(random, LETTERS, size)
     return question(*letters, "=") + answer(*letters)
 
 
-@task(words=lambda: ("=", *LETTERS))
+@register("=" + LETTERS)
 def reverse(random: RandomState, size: int) -> Problem:
     """Repeat the letters from the last to the first."""
     letters = drawn(random, LETTERS, size)
     return question(*letters, "=") + answer(*reversed(letters))
 
 
-@task(words=lambda: ("=", *LETTERS))
+@register("=" + LETTERS)
 def sorting(random: RandomState, size: int) -> Problem:
     """Repeat the letters in the order of the alphabet."""
     letters = drawn(random, LETTERS, size)
     return question(*letters, "=") + answer(*sorted(letters))
 
 
-@task(words=lambda: ("=", "0", "1"))
+@register("=01")
 def parity(random: RandomState, size: int) -> Problem:
     """Whether the number of ones is odd, at the end alone."""
     bits = random.randint(2, size=size)
     return question(*map(str, bits), "=") + answer(str(bits.sum() % 2))
 
 
-@task(words=lambda: ("+", "=", *DIGITS))
+@register("+=" + DIGITS)
 def addition(random: RandomState, size: int, order: str = "reversed") -> Problem:
     """Add two numbers of `size` digits. order: forward, or reversed with the ones first.
 
@@ -176,8 +166,8 @@ def addition(random: RandomState, size: int, order: str = "reversed") -> Problem
     first, second = drawn(random, DIGITS, size), drawn(random, DIGITS, size)
     result = []  # the ones first
     carry = 0
-    for one, other in zip(reversed(first), reversed(second), strict=True):
-        carry, digit = divmod(int(one) + int(other) + carry, 10)
+    for column in zip(reversed(first), reversed(second), strict=True):
+        carry, digit = divmod(sum(map(int, column)) + carry, 10)
         result.append(str(digit))
     result.append(str(carry))
     if order == "reversed":
@@ -191,19 +181,19 @@ def addition(random: RandomState, size: int, order: str = "reversed") -> Problem
 # --- Recall among other tokens (2312.04927, 2312.00752, 2404.06654) ---
 
 
-@task(words=lambda: ("=", ".", *LETTERS), least=lambda letters: _number("letters", letters, 1, 64))
+@register("=." + LETTERS)
 def selective_copy(random: RandomState, size: int, letters: int = 8) -> Problem:
-    """Repeat a few letters that stand among `size` tokens, mostly blanks (2312.00752, 4.1.1).
+    """Repeat a few letters that stand among `size` - 1 blanks (2312.00752, 4.1.1).
 
     letters: 16 of 4,096 tokens there
     """
+    _number("letters", letters, 1, 64)
     marked = drawn(random, LETTERS, letters)
-    pieces = [question(letter) for letter in marked]
-    problem = scattered(random, pieces, ["."] * (size - letters))
+    problem = scattered(random, list(map(question, marked)), "." * (size - 1))
     return problem + question("=") + answer(*marked)
 
 
-@task(words=lambda: ("!", *LETTERS))
+@register("!" + LETTERS)
 def induction(random: RandomState, size: int) -> Problem:
     """What stood behind the mark, which is given once more (2209.11895; 2312.00752, 4.1.2)."""
     letter = drawn(random, LETTERS, 1)
@@ -211,7 +201,7 @@ def induction(random: RandomState, size: int) -> Problem:
     return scattered(random, [question("!", *letter)], filler) + question("!") + answer(*letter)
 
 
-@task(words=lambda: (*DIGITS, *LETTERS, *NAMES))
+@register(DIGITS + LETTERS + NAMES)
 def recall(random: RandomState, size: int, pairs: int = 4) -> Problem:
     """The values of several keys, asked for among `size` other tokens (MQAR, 2312.04927).
 
@@ -221,14 +211,14 @@ def recall(random: RandomState, size: int, pairs: int = 4) -> Problem:
     _number("pairs", pairs, 1, len(NAMES))
     keys = without_repeats(random, NAMES, pairs)
     values = without_repeats(random, LETTERS, pairs)
-    both = list(zip(keys, values, strict=True))
-    given = question(*itertools.chain.from_iterable(both))
+    bindings = list(zip(keys, values, strict=True))
     order = random.permutation(pairs).tolist()
-    asked = [question(both[number][0]) + answer(both[number][1]) for number in order]
-    return given + scattered(random, asked, drawn(random, DIGITS, size))
+    repeated = [question(bindings[number][0]) + answer(bindings[number][1]) for number in order]
+    text = scattered(random, repeated, drawn(random, DIGITS, size))
+    return question(*itertools.chain.from_iterable(bindings)) + text
 
 
-@task(words=lambda: ("?", *DIGITS, *LETTERS, *NAMES))
+@register("?" + DIGITS + LETTERS + NAMES)
 def needle(random: RandomState, size: int, needles: int = 1, digits: int = 3) -> Problem:
     """The number behind one of the keys that stand among `size` letters (RULER, 2404.06654).
 
@@ -240,11 +230,11 @@ def needle(random: RandomState, size: int, needles: int = 1, digits: int = 3) ->
     numbers = [drawn(random, DIGITS, digits) for _ in keys]
     pieces = [question(key, *number) for key, number in zip(keys, numbers, strict=True)]
     hidden = scattered(random, pieces, drawn(random, LETTERS, size))
-    asked = random.randint(needles)
-    return hidden + question("?", keys[asked]) + answer(*numbers[asked])
+    needle = random.randint(needles)
+    return hidden + question("?", keys[needle]) + answer(*numbers[needle])
 
 
-@task(words=lambda: ("=", "?", *DIGITS, *LETTERS, *NAMES))
+@register("=?" + DIGITS + LETTERS + NAMES)
 def variable_tracking(random: RandomState, size: int, chains: int = 2, hops: int = 2) -> Problem:
     """The value of a variable that was assigned through others (RULER, 2404.06654).
 
@@ -256,48 +246,47 @@ def variable_tracking(random: RandomState, size: int, chains: int = 2, hops: int
     names = without_repeats(random, NAMES, chains * (hops + 1))
     values = without_repeats(random, DIGITS, chains)
     # Statements of all chains are mixed, those of one chain stay in their order.
-    turns = random.permutation(np.repeat(np.arange(chains), hops + 1)).tolist()
-    last = list(values)  # of each chain, what its next variable is set to
+    turns = random.permutation(np.repeat(np.arange(chains), hops + 1))
+    last = list(values)  # of each chain: what its next variable is set to
     statements = []
     for name, chain in zip(names, turns, strict=True):
         statements.append(question(name, "=", last[chain]))
         last[chain] = name
-    asked = random.randint(chains)
+    chain = random.randint(chains)
     text = scattered(random, statements, drawn(random, LETTERS, size))
-    return text + question("?", last[asked], "=") + answer(values[asked])
+    return text + question("?", last[chain], "=") + answer(values[chain])
 
 
 # --- States (2306.00946, 2404.08819) ---
 
 
-@task(words=lambda: ("w", "r", "i", "0", "1"), least=lambda: 2)
+@register("wri01")
 def flip_flop(random: RandomState, size: int, ignored: float = 0.8) -> Problem:
-    """What was last written, among `size` instructions to write, read or ignore (2306.00946).
+    """What was last written, among `size` + 1 instructions to write, read or ignore (2306.00946).
 
     `ignored`: share of the instructions between the first, a write, and the last, a read
     """
     _number("ignored", ignored, 0.0, 1.0)
     rest = (1 - ignored) / 2
-    bounds = np.searchsorted([rest, 2 * rest], random.random_sample(size), side="right")
+    bounds = np.searchsorted([rest, 2 * rest], random.random_sample(size + 1), side="right")
     instructions = ["wri"[number] for number in bounds]
     instructions[0], instructions[-1] = "w", "r"
     problem: Problem = []
     memory = ""
-    for instruction, bit in zip(instructions, drawn(random, DIGITS[:2], size), strict=True):
+    for instruction, bit in zip(instructions, drawn(random, "01", size + 1), strict=True):
         if instruction == "w":
             memory = bit
-        shown = answer(memory) if instruction == "r" else question(bit)
-        problem += question(instruction) + shown
+        problem += question(instruction)
+        problem += answer(memory) if instruction == "r" else question(bit)
     return problem
 
 
-def _elements(group: str) -> tuple[str, ...]:
+def _elements(group: str) -> list[str]:
     _one_of("group", group, ("S3", "S4", "S5"))
-    orders = itertools.permutations("12345"[: int(group[1])])
-    return tuple(map("".join, orders))
+    return list(map("".join, itertools.permutations("12345"[: int(group[1])])))
 
 
-@task(words=lambda group: ("=", *_elements(group)))
+@register(lambda group: ("=", *_elements(group)))
 def word_problem(random: RandomState, size: int, group: str = "S5") -> Problem:
     """The product of permutations, each applied after the one before (2404.08819, 2505.16381).
 
@@ -311,14 +300,12 @@ def word_problem(random: RandomState, size: int, group: str = "S5") -> Problem:
     return question(*elements, "=") + answer(product)
 
 
-def _number(name: str, value: Any, least: float, most: float) -> Any:
-    """The value of an option, if it is a number from least to most."""
-    kinds = (int, float) if type(most) is float else (int,)
-    if type(value) not in kinds or not least <= value <= most:
+def _number(name: str, value: Any, least: float, most: float) -> None:
+    """Raise UserError unless the value of an option is a number from least to most."""
+    if type(value) not in (int, type(most)) or not least <= value <= most:
         raise UserError(
             f"task_args.{name}: {value!r} is not a number from {least} to {most} - give another"
         )
-    return value
 
 
 def _one_of(name: str, value: Any, choices: Sequence[str]) -> None:
@@ -333,7 +320,7 @@ def _one_of(name: str, value: Any, choices: Sequence[str]) -> None:
 class TaskText:
     """The problems of a task with its options, behind the interface of a token file.
 
-    name: such as copy; options: those given, see Task.defaults
+    name: such as copy; options: those that differ from Task.defaults, or may
     """
 
     name: str
@@ -346,62 +333,50 @@ class TaskText:
                 f"data_path: no task is called '{self.name[:40]}' - {guess} There are"
                 f" {', '.join(TASKS)}"
             )
-        known = self.task.defaults
+        defaults = TASKS[self.name].defaults
         for key in self.options:
-            if key not in known:
+            if key not in defaults:
                 raise UserError(
                     f"task_args: {self.name} has no option '{key}' - it has"
-                    f" {', '.join(known) or 'none'}"
+                    f" {', '.join(defaults) or 'none'}"
                 )
         _ = self._tokens_by_size, self.words  # which checks the values
 
-    @property
-    def task(self) -> Task:
-        return TASKS[self.name]
-
     @cached_property
-    def all_options(self) -> dict[str, Any]:
-        return self.task.defaults | dict(self.options)
+    def all_options(self) -> dict:
+        return TASKS[self.name].defaults | dict(self.options)
 
     @property
-    def changed_options(self) -> dict[str, Any]:
+    def changed_options(self) -> dict:
         """The options that are not the defaults."""
-        defaults = self.task.defaults
+        defaults = TASKS[self.name].defaults
         return {key: value for key, value in self.options.items() if value != defaults[key]}
 
     @cached_property
     def words(self) -> list[str]:
         """Its vocabulary: the id of a word is its place."""
-        return [PADDING, *self.task.words(**self._given_to(self.task.words))]
+        words = TASKS[self.name].words
+        return [PADDING, *(words(**self.all_options) if callable(words) else words)]
 
     @cached_property
     def ids(self) -> dict[str, int]:
         """The id of each word."""
         return {word: number for number, word in enumerate(self.words)}
 
-    def _given_to(self, function: Callable[..., Any]) -> dict[str, Any]:
-        """The options that a function takes."""
-        taken = inspect.signature(function).parameters
-        return {key: value for key, value in self.all_options.items() if key in taken}
-
     @cached_property
     def _random(self) -> RandomState:
         """Seeded anew for each problem: to make one costs more than the problem."""
         return RandomState(0)
 
-    @cached_property
-    def least(self) -> int:
-        """The smallest size of a problem."""
-        return self.task.least(**self._given_to(self.task.least))
+    def generate(self, size: int) -> Problem:
+        """A problem of this size from what `_random` draws next."""
+        return TASKS[self.name].generate(self._random, size, **self.all_options)
 
     @cached_property
     def _tokens_by_size(self) -> tuple[int, int]:
         """(tokens of the smallest problem, tokens that each further size adds)."""
-        sizes = (self.least, self.least + 1)
-        first, second = (
-            len(self.task.generate(self._random, size, **self.all_options)) for size in sizes
-        )
-        return first, second - first
+        smallest = len(self.generate(1))
+        return smallest, len(self.generate(2)) - smallest
 
     def largest(self, length: int) -> int:
         """The largest size of a problem in a window of `length` inputs.
@@ -414,30 +389,11 @@ class TaskText:
                 f"seq_length: a window of {length} tokens is too short for {self.prefix}, whose"
                 f" smallest problem has {tokens} - use {tokens - 1} or more"
             )
-        return self.least + (length + 1 - tokens) // more
-
-    def problem(self, part: str, seed: int, number: int, sizes: range) -> Problem:
-        """One problem of a part, of a size drawn from `sizes`.
-
-        The parts have no problem in common: whose problem it is follows from its text.
-        """
-        random = self._random
-        random.seed([PARTS.index(part), seed, number % 2**32, number >> 32])
-        for _ in range(MOST_DRAWS):
-            size = sizes[random.randint(len(sizes))]
-            found = self.task.generate(random, size, **self.all_options)
-            text = " ".join(word for word, _ in found)
-            place = hashlib.blake2b(text.encode(), digest_size=1).digest()[0] % 8
-            if HELD_OUT.get(place, "train") == part:
-                return found
-        raise UserError(
-            f"{self.prefix}: has no {part} problem of {sizes.start} to {sizes[-1]} - give longer"
-            " windows"
-        )
+        return 1 + (length + 1 - tokens) // more
 
     def samples(self, part: str, length: int, seed: int) -> "TaskSamples":
         """Problems of all sizes, for a training."""
-        return TaskSamples(self, part, seed, length, range(self.least, self.largest(length) + 1))
+        return TaskSamples(self, part, seed, length, range(1, self.largest(length) + 1))
 
     def windows(self, part: str, length: int, count: int) -> NDArray[np.int64]:
         """The first problems of the largest size, for measurements: [count, 2, length + 1].
@@ -470,12 +426,12 @@ class TaskText:
 
         The answer to `a b = _ _` is `a b`.
         """
-        sizes = self.samples(part, length, seed).sizes
+        samples = self.samples(part, length, seed)
         for number in range(count):
-            problem = self.problem(part, seed, number, sizes)
-            asked = ["_" if is_answer else word for word, is_answer in problem]
-            answers = [word for word, is_answer in problem if is_answer]
-            yield json.dumps({"question": " ".join(asked), "answer": " ".join(answers)})
+            problem = samples.problem(number)
+            words = " ".join("_" if is_answer else word for word, is_answer in problem)
+            answers = " ".join(word for word, is_answer in problem if is_answer)
+            yield json.dumps({"question": words, "answer": answers})
 
     # What callers ask a token file for.
 
@@ -484,19 +440,19 @@ class TaskText:
         return Path(f"{TASK_PREFIX}{self.name}")
 
     @cached_property
-    def meta(self) -> dict[str, Any]:
+    def meta(self) -> dict:
         words = self.words
         described = {"type": "task", "hash": hash_of(*words), "vocab_size": len(words), "eod": 0}
         return {"corpus": str(self.prefix), "tokenizer": described}
 
-    sums: Mapping[str, str] = field(default_factory=dict, init=False)
-    text_bytes: None = field(default=None, init=False)
+    sums: ClassVar[Mapping[str, str]] = {}
+    text_bytes: ClassVar[None] = None
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict:
         """What tells it from another text."""
-        options = json.dumps(self.all_options, sort_keys=True)
+        digest = hash_of(self.name, json.dumps(self.all_options, sort_keys=True))
         facts = {"path": str(self.prefix), "documents": 0, "tokens": 0, "sha256": ""}
-        return facts | {"digest": hash_of(self.name, options)}
+        return facts | {"digest": digest}
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Raises UserError: a task needs no tokenizer."""
@@ -512,7 +468,7 @@ class TaskText:
 
 @dataclass(frozen=True)
 class TaskSamples:
-    """Problems as windows of length + 1 tokens, without end."""
+    """Problems of a part as windows of length + 1 tokens, without end; sizes: those that occur."""
 
     text: TaskText
     part: str
@@ -523,11 +479,28 @@ class TaskSamples:
     def __len__(self) -> int:
         return ENDLESS
 
+    def problem(self, number: int) -> Problem:
+        """One problem.
+
+        The parts have no problem in common: whose problem it is follows from its text.
+        """
+        random = self.text._random
+        random.seed([PARTS.index(self.part), self.seed, number % 2**32, number >> 32])
+        for _ in range(MOST_DRAWS):
+            problem = self.text.generate(self.sizes[random.randint(len(self.sizes))])
+            words = " ".join(word for word, _ in problem)
+            place = hashlib.blake2b(words.encode(), digest_size=1).digest()[0] % 8
+            if HELD_OUT.get(place, "train") == self.part:
+                return problem
+        raise UserError(
+            f"{self.text.prefix}: has no {self.part} problem of {self.sizes[0]} to"
+            f" {self.sizes[-1]} - give longer windows"
+        )
+
     def __getitem__(self, number: int) -> NDArray[np.int64]:
         """[2, length + 1] int64: ids, and 1 where a token belongs to an answer."""
         ids = self.text.ids
-        problem = self.text.problem(self.part, self.seed, number, self.sizes)
+        columns = [(ids[word], is_answer) for word, is_answer in self.problem(number)]
         window = np.zeros((2, self.length + 1), dtype=np.int64)
-        window[0, : len(problem)] = [ids[word] for word, _ in problem]
-        window[1, : len(problem)] = [is_answer for _, is_answer in problem]
+        window[:, : len(columns)] = np.transpose(columns)
         return window

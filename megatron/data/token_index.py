@@ -55,10 +55,10 @@ class Stored:
 
     def read(self, offset: int, count: int) -> bytes:
         """Exactly `count` bytes from `offset` on."""
-        content = b""
-        while len(content) < count:  # once, but for more than 2 GiB
+        pieces = []
+        while count:  # once, but for more than 2 GiB
             try:
-                piece = os.pread(self._descriptor, count - len(content), offset + len(content))
+                piece = os.pread(self._descriptor, count, offset)
             except OSError as fault:
                 raise self._unreadable(fault) from None
             if not piece:
@@ -67,8 +67,10 @@ class Stored:
                     f"{self.path}: was changed while it was read: it has {size} bytes, it had"
                     f" {self.size} - {AGAIN}"
                 )
-            content = content + piece if content else piece
-        return content
+            pieces.append(piece)
+            offset += len(piece)
+            count -= len(piece)
+        return b"".join(pieces)
 
     def _unreadable(self, fault: OSError) -> UserError:
         return UserError(
@@ -94,79 +96,69 @@ class Index(NamedTuple):
 def read_index(path: Path) -> Index:
     """The index in a file. Raises UserError if it is damaged or of another kind."""
     index = Stored(path)
-    length = index.size
-    head = index.read(0, min(length, HEADER.size))
+    head = index.read(0, min(index.size, HEADER.size))
     if not head.startswith(MAGIC) or len(head) < HEADER.size:
         raise UserError(
             f"{path}: is not a whole GPT-NeoX index file (it starts with {head[:9]!r} and has"
-            f" {length} bytes) - {REMAKE}"
+            f" {index.size} bytes) - {REMAKE}"
         )
     _, version, code, sequences, entries = HEADER.unpack(head)
     if version != VERSION or code not in DTYPES:
-        known = ", ".join(map(str, DTYPES))
         raise UserError(
             f"{path}: has format version {version} and dtype code {code}, but only version"
-            f" {VERSION} and codes of whole numbers ({known}) can be read - {REMAKE}"
+            f" {VERSION} and codes of whole numbers ({', '.join(map(str, DTYPES))}) can be read -"
+            f" {REMAKE}"
         )
-    end = HEADER.size + (LENGTH.itemsize + POINTER.itemsize) * sequences
-    end += POINTER.itemsize * entries
-    if length != end:
+    pointers_at = HEADER.size + LENGTH.itemsize * sequences
+    documents_at = pointers_at + POINTER.itemsize * sequences
+    end = documents_at + POINTER.itemsize * entries
+    if index.size != end:
         raise UserError(
-            f"{path}: is {'cut off' if length < end else 'too long'}: {length} bytes instead of the"
-            f" {end} of {sequences} documents - {REMAKE}"
+            f"{path}: is {'cut off' if index.size < end else 'too long'}: {index.size} bytes"
+            f" instead of the {end} of {sequences} documents - {REMAKE}"
         )
     if not sequences or not entries:
         raise UserError(f"{path}: has no documents - make it anew from an input with text in it")
 
     dtype = DTYPES[code]
-    width = dtype.itemsize
-    pointers_at = HEADER.size + LENGTH.itemsize * sequences
-    documents_at = pointers_at + POINTER.itemsize * sequences
-    lengths = _mapped(path, LENGTH, HEADER.size, sequences)
-    pointers = _mapped(path, POINTER, pointers_at, sequences)
-    firsts = _mapped(path, POINTER, documents_at, entries)
-
+    lengths, pointers, firsts = (
+        np.memmap(path, number_type, "r", offset, (count,)).view(np.ndarray)
+        for number_type, offset, count in (
+            (LENGTH, HEADER.size, sequences),
+            (POINTER, pointers_at, sequences),
+            (POINTER, documents_at, entries),
+        )
+    )
+    # GPT-NeoX merges files without ending a document: the index is 0 alone.
+    each_is_one = entries == 1 or (entries == sequences + 1 and firsts[-1] == sequences)
     extent = 0  # each pointer is the sum of the lengths before it
     for first in range(0, sequences, PIECE):
-        some = lengths[first : first + PIECE]
-        starts = extent + (np.cumsum(some, dtype=np.int64) - some) * width
-        at = pointers[first : first + PIECE]
-        wrong = np.flatnonzero((some < 0) | (at != starts))
+        sizes = lengths[first : first + PIECE]
+        starts = extent + (np.cumsum(sizes, dtype=np.int64) - sizes) * dtype.itemsize
+        offsets = pointers[first : first + PIECE]
+        wrong = np.flatnonzero((sizes < 0) | (offsets != starts))
         if len(wrong):
-            which = int(wrong[0])
+            place = wrong[0]
             raise UserError(
-                f"{path}: its lengths and pointers disagree: sequence {first + which} begins"
-                f" at byte {at[which]} and has a length of {some[which]}, those before it"
-                f" end at {starts[which]}; the file is damaged - {REMAKE}"
+                f"{path}: its lengths and pointers disagree: sequence {first + place} begins"
+                f" at byte {offsets[place]} and has a length of {sizes[place]}, those before it"
+                f" end at {starts[place]}; the file is damaged - {REMAKE}"
             )
-        extent = int(starts[-1]) + int(some[-1]) * width
-
-    # GPT-NeoX merges files without ending a document: the index is 0 alone.
-    if entries in (1, sequences + 1) and _counts_up(firsts):
+        extent = int(starts[-1]) + int(sizes[-1]) * dtype.itemsize
+        numbers = firsts[first : first + PIECE]
+        each_is_one = each_is_one and np.array_equal(numbers, first + np.arange(len(numbers)))
+    if each_is_one:
         return Index(dtype, lengths, pointers, extent)
     if firsts[0] != 0 or firsts[-1] != sequences or (np.diff(firsts) < 0).any():
         raise UserError(
             f"{path}: its document index does not rise from 0 to the number of sequences,"
             f" {sequences}, the file is damaged - {REMAKE}"
         )
-    of_documents = np.append(pointers, extent)[firsts]
-    sizes = np.diff(of_documents) // width
+    bounds = np.append(pointers, extent)[firsts]
+    sizes = np.diff(bounds) // dtype.itemsize
     if sizes.max() <= np.iinfo(LENGTH).max:
         sizes = sizes.astype(LENGTH)
-    return Index(dtype, sizes, of_documents[:-1], extent)
-
-
-def _mapped(path: Path, dtype: np.dtype, offset: int, count: int) -> NDArray:
-    return np.memmap(path, dtype, "r", offset, (count,)).view(np.ndarray)
-
-
-def _counts_up(firsts: NDArray) -> bool:
-    """Whether the entries are 0, 1, 2 and so on: each document has one sequence."""
-    for at in range(0, len(firsts), PIECE):
-        some = firsts[at : at + PIECE]
-        if not np.array_equal(some, np.arange(at, at + len(some))):
-            return False
-    return True
+    return Index(dtype, sizes, bounds[:-1], extent)
 
 
 def write_index(path: Path, dtype: np.dtype, lengths: array) -> None:
@@ -174,18 +166,16 @@ def write_index(path: Path, dtype: np.dtype, lengths: array) -> None:
 
     dtype: of the ids, one of DTYPES
     """
-    [code] = [code for code, known in DTYPES.items() if known == dtype]
-    sizes = np.frombuffer(lengths, dtype=LENGTH)
-    count = len(sizes)
+    codes = {number_type: code for code, number_type in DTYPES.items()}
+    count = len(lengths)
     with path.open("wb") as file:
-        file.write(HEADER.pack(MAGIC, VERSION, code, count, count + 1))
-        file.write(sizes.data)
-        end = 0
+        file.write(HEADER.pack(MAGIC, VERSION, codes[dtype], count, count + 1))
+        file.write(lengths)
+        extent = np.zeros(1, POINTER)
         for first in range(0, count, PIECE):
-            some = sizes[first : first + PIECE]
-            ends = end + np.cumsum(some, dtype=POINTER) * dtype.itemsize
-            file.write((ends - some.astype(POINTER) * dtype.itemsize).tobytes())
-            end = int(ends[-1])
+            sizes = np.array(lengths[first : first + PIECE], POINTER) * dtype.itemsize
+            ends = np.cumsum(np.append(extent, sizes))
+            file.write(ends[:-1].data)
+            extent = ends[-1:]
         for first in range(0, count + 1, PIECE):
-            stop = min(first + PIECE, count + 1)
-            file.write(np.arange(first, stop, dtype=POINTER).tobytes())
+            file.write(np.arange(first, min(first + PIECE, count + 1), dtype=POINTER).data)

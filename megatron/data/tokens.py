@@ -49,36 +49,35 @@ class TokenFile:
 
     def __init__(self, prefix: Path, vocab: int | None = None) -> None:
         self.prefix = prefix
-        index_file = _with(prefix, ".idx")
-        index = read_index(index_file)
-        self._bin = Stored(_with(prefix, ".bin"))
-        self.dtype = dtype = index.dtype
-        self.sizes = index.sizes
-        self._pointers = index.pointers  # byte offset of each document
-        path, size = self._bin.path, self._bin.size
-        if not index.extent:
-            raise UserError(f"{path}: has no tokens - make it anew from an input with text in it")
-        if size != index.extent:
-            what = "cut off" if size < index.extent else "too long"
+        bin_file, index_file, card = (_with(prefix, suffix) for suffix in (".bin", ".idx", ".json"))
+        # pointers: byte offset of each document; extent: bytes of PREFIX.bin
+        self.dtype, self.sizes, self._pointers, extent = read_index(index_file)
+        self._bin = Stored(bin_file)
+        size = self._bin.size
+        if not extent:
             raise UserError(
-                f"{path}: is {what}: {size} bytes, but its .idx expects {index.extent} - {REMAKE}"
+                f"{bin_file}: has no tokens - make it anew from an input with text in it"
             )
-        self.tokens = size // dtype.itemsize
-        card = _with(prefix, ".json")
-        self.meta = read_card(card)
-        counted = {"documents": len(self.sizes), "tokens": self.tokens}
-        if self.meta and any(self.meta[key] != count for key, count in counted.items()):
+        if size != extent:
+            what = "cut off" if size < extent else "too long"
             raise UserError(
-                f"{card}: describes {self.meta['documents']} documents and {self.meta['tokens']}"
-                f" tokens, the .idx {len(self.sizes)} and {self.tokens} - it belongs to another"
+                f"{bin_file}: is {what}: {size} bytes, but its .idx expects {extent} - {REMAKE}"
+            )
+        self.tokens = size // self.dtype.itemsize
+        self.meta = read_card(card)
+        documents, tokens = self.meta.get("documents"), self.meta.get("tokens")
+        if self.meta and (documents, tokens) != (len(self), self.tokens):
+            raise UserError(
+                f"{card}: describes {documents} documents and {tokens}"
+                f" tokens, the .idx {len(self)} and {self.tokens} - it belongs to another"
                 f" file: remove it, or {REMAKE}"
             )
-        for file in (path, index_file):
+        for file in (bin_file, index_file):
             if file.stat().st_size <= QUICK:
                 _check_sha256(file, self.sums)
         # Ids are compared as unsigned numbers: a negative one is then too large.
-        self._unsigned = np.dtype(f"u{dtype.itemsize}")
-        self._vocab = min(np.iinfo(dtype).max + 1, vocab or self.vocab_size or 2**63)
+        self._unsigned = np.dtype(f"u{self.dtype.itemsize}")
+        self._vocab = min(np.iinfo(self.dtype).max + 1, vocab or self.vocab_size or 2**63)
 
     @classmethod
     def open(cls, prefix: str | Path, *, vocab: int | None = None) -> Self:
@@ -119,16 +118,16 @@ class TokenFile:
         size = self.meta.get("text_bytes")
         return size if type(size) is int and size > 0 else None
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict:
         """What tells this text from any other, without reading all of it; and where it lies.
 
         digest: of the documents' lengths and both ends of PREFIX.bin; sha256: of all of it, as its
             card says, "" without
         """
-        size, edge = self._bin.size, min(EDGE, self._bin.size)
+        edge = min(EDGE, self._bin.size)
         digest = hashlib.sha256(np.ascontiguousarray(self.sizes).data)
-        digest.update(self._bin.read(0, edge))
-        digest.update(self._bin.read(size - edge, edge))
+        for place in (0, self._bin.size - edge):
+            digest.update(self._bin.read(place, edge))
         return {
             "path": place_of(str(self.prefix)),
             "documents": len(self.sizes),
@@ -162,9 +161,9 @@ class TokenFile:
         width = self.dtype.itemsize
         place = int(self._pointers[document]) + start * width
         ids = np.frombuffer(self._bin.read(place, (stop - start) * width), self.dtype)
-        if int(ids.view(self._unsigned).max()) >= self._vocab:
-            highest, lowest = int(ids.max()), int(ids.min())
-            misfit = lowest if lowest < 0 else highest
+        unsigned = ids.view(self._unsigned)
+        if int(unsigned.max()) >= self._vocab:
+            misfit = ids[unsigned.argmax()]
             raise UserError(
                 f"{self._bin.path}: document {document} holds token {misfit}, but the vocabulary"
                 f" ends at {self._vocab - 1} - the file is damaged or was prepared with another"
@@ -184,13 +183,12 @@ class TokenFile:
         not say it.
         """
         last = self._last_tokens()
-        end, *others = set(last.values())
-        if others:
-            return None
+        ends = set(last.values())
         declared = self.meta.get("tokenizer", {}).get("eod")
-        if declared is None:
-            return end if len(last) > 1 else None
-        return end if end == declared else None
+        if len(ends) > 1 or (declared is None and len(last) == 1):
+            return None
+        [end] = ends
+        return end if declared in (None, end) else None
 
     def _last_tokens(self) -> dict[int, int]:
         """The last token of up to 1000 documents with text, from the first to the last of them."""
@@ -279,16 +277,18 @@ class TokenWriter:
         prefix: str | Path,
         dtype: DTypeLike,
         *,
-        meta: dict[str, Any] | None = None,
+        meta: dict | None = None,
         overwrite: bool = False,
     ):
         self.prefix = Path(prefix)
         self.dtype = np.dtype(dtype)
-        self.meta: dict[str, Any] = dict(meta or {})
+        self.meta = dict(meta or {})
         self.documents = self.tokens = self.pending = 0
         self._sizes = array("i")  # four bytes a document: there may be many millions
         self._digest = hashlib.sha256()
-        for path in (_with(self.prefix, suffix) for suffix in (".idx", ".bin", ".json")):
+        # The index comes last. Without it there is no token file: a crash cannot mix old and new.
+        self._paths = [_with(self.prefix, suffix) for suffix in (".bin", ".json", ".idx")]
+        for path in reversed(self._paths):
             if path.exists() and not overwrite:
                 raise UserError(f"{path}: exists already - choose another name, or add --overwrite")
         check_output(_with(self.prefix, ".json"), b'"documents"')
@@ -296,9 +296,7 @@ class TokenWriter:
 
     @contextmanager
     def _write(self) -> Iterator[Self]:
-        # The index comes last. Without it there is no token file: a crash cannot mix old and new.
-        paths = [_with(self.prefix, suffix) for suffix in (".bin", ".json", ".idx")]
-        with atomic_write_all(*paths) as (ids, card, index):
+        with atomic_write_all(*self._paths) as (ids, card, index):
             with ids.open("wb") as self._bin:
                 yield self
             if not self.tokens:
@@ -308,8 +306,11 @@ class TokenWriter:
                 )
             write_index(index, self.dtype, self._sizes)
             if self.meta:
-                facts = self.meta | {"documents": self.documents, "tokens": self.tokens}
-                facts["sha256"] = {"bin": self._digest.hexdigest(), "idx": sha256_of(index)}
+                facts = self.meta | {
+                    "documents": self.documents,
+                    "tokens": self.tokens,
+                    "sha256": {"bin": self._digest.hexdigest(), "idx": sha256_of(index)},
+                }
                 # A file's name that is not UTF-8 cannot be written in JSON.
                 facts = parse(json.dumps(facts, ensure_ascii=False).encode(errors="replace"))
                 facts[CHECKSUM] = checksum(facts)
@@ -395,7 +396,7 @@ class Card(BaseModel):
     sha256: dict[str, str] = {}
 
 
-def read_card(path: Path) -> dict[str, Any]:
+def read_card(path: Path) -> dict:
     """The contents of PREFIX.json, {} if there is none; UserError if it describes nothing."""
     if not path.is_file():
         return {}

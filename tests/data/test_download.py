@@ -3,6 +3,7 @@
 import hashlib
 import os
 import random
+from pathlib import Path
 
 import pytest
 
@@ -36,31 +37,31 @@ def remote(server):
 def test_a_broken_connection_is_continued_where_it_broke(server, remote, tmp_path):
     server.files["/a.bin"] = Shown(location=f"{server.address}/elsewhere")
     server.files["/elsewhere"] = Shown(CONTENT, breaks=[100_000, 50_000])
-    fetch(remote, tmp_path / "a.bin")
-    assert (tmp_path / "a.bin").read_bytes() == CONTENT
+    fetch(remote, Path("a.bin"))
+    assert Path("a.bin").read_bytes() == CONTENT
     assert server.asked[-1] == ("/elsewhere", "bytes=150000-")
     assert os.listdir(tmp_path) == ["a.bin"]
 
 
-def test_what_an_earlier_process_left_is_continued_if_its_sum_is_right(server, remote, tmp_path):
+def test_what_an_earlier_process_left_is_continued_if_its_sum_is_right(server, remote):
     server.files["/a.bin"] = Shown(CONTENT)
     for part in (CONTENT[:100_000], CONTENT):
-        (tmp_path / "a.bin.partial").write_bytes(part)
-        fetch(remote, tmp_path / "a.bin")
-        assert (tmp_path / "a.bin").read_bytes() == CONTENT
+        Path("a.bin.partial").write_bytes(part)
+        fetch(remote, Path("a.bin"))
+        assert Path("a.bin").read_bytes() == CONTENT
     for part in (b"damaged" + CONTENT[7:100_000], CONTENT + b"x"):
-        (tmp_path / "a.bin.partial").write_bytes(part)
+        Path("a.bin.partial").write_bytes(part)
         with pytest.raises(DownloadFault):
-            fetch(remote, tmp_path / "a.bin")
-        fetch(remote, tmp_path / "a.bin")  # what was wrong is gone
-        assert (tmp_path / "a.bin").read_bytes() == CONTENT
+            fetch(remote, Path("a.bin"))
+        fetch(remote, Path("a.bin"))  # what was wrong is gone
+        assert Path("a.bin").read_bytes() == CONTENT
     # Without a sum nothing shows a wrong joint, so nothing is continued.
-    (tmp_path / "a.bin.partial").write_bytes(OTHER[:100_000])
-    fetch(remote._replace(sha256=None), tmp_path / "a.bin")
-    assert (tmp_path / "a.bin").read_bytes() == CONTENT
+    Path("a.bin.partial").write_bytes(OTHER[:100_000])
+    fetch(remote._replace(sha256=None), Path("a.bin"))
+    assert Path("a.bin").read_bytes() == CONTENT
 
 
-def test_what_is_wrong_is_one_reason_and_no_file(server, remote, tmp_path):
+def test_what_is_wrong_is_one_reason_and_no_file(server, remote):
     unknown = remote._replace(bytes=None, sha256=None)
     cases = [
         (remote, Shown(OTHER), r"/a\.bin: the answer has another sha256"),
@@ -73,9 +74,9 @@ def test_what_is_wrong_is_one_reason_and_no_file(server, remote, tmp_path):
     for wanted, shown, reason in cases:
         server.files["/a.bin"] = shown
         with pytest.raises(DownloadFault, match=reason) as raised:
-            fetch(wanted, tmp_path / "a.bin")
+            fetch(wanted, Path("a.bin"))
         assert "\n" not in str(raised.value)
-        assert not (tmp_path / "a.bin").exists()
-    (tmp_path / "file").write_text("")
+        assert not Path("a.bin").exists()
+    Path("file").write_text("")
     with pytest.raises(UserError, match=r"a\.bin: cannot be written \(.*\) - "):
-        fetch(remote, tmp_path / "file" / "a.bin")
+        fetch(remote, Path("file/a.bin"))

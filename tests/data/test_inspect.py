@@ -1,5 +1,7 @@
 """Looking at token files: lengths, tokens in use and text."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -13,16 +15,16 @@ TEXTS = ["the cat\n", "", "a much longer text than the others, " * 40]
 
 
 @pytest.fixture
-def prefix(tmp_path):
+def prefix():
     size = sum(len(text.encode()) for text in TEXTS)
     meta = {"corpus": "cats", "tokenizer": CARD, "text_bytes": size}
-    with TokenWriter(tmp_path / "c", np.uint16, meta=meta) as writer:
+    with TokenWriter("c", np.uint16, meta=meta) as writer:
         for text in TEXTS:
             writer.add([*BYTES.encode(text), BYTES.eod])
-    return tmp_path / "c"
+    return Path("c")
 
 
-def test_the_text_and_the_numbers_name_what_is_there(prefix, tmp_path, capsys):
+def test_the_text_and_the_numbers_name_what_is_there(prefix, capsys):
     assert main([str(prefix), "--samples", "99999999", "--split", "2,1,0"]) == 0
     text = capsys.readouterr().out
     spaces = "".join(TEXTS).count(" ")
@@ -39,6 +41,6 @@ def test_the_text_and_the_numbers_name_what_is_there(prefix, tmp_path, capsys):
         "--- document 0, 9 tokens, begins ---\nthe cat\n",
     ):
         assert words in text
-    (tmp_path / "c.json").unlink()
+    Path("c.json").unlink()
     assert main([str(prefix), "--samples", "1"]) == 0
     assert "116 104 101 32 99 97 116 10 0" in capsys.readouterr().out, "ids without a tokenizer"

@@ -15,30 +15,30 @@ SECOND = [[300, 0], [5, 6, 0]]
 
 
 def write(prefix, documents, dtype=np.uint16, number=0, **card):
-    meta = {"corpus": prefix.name, "tokenizer": TOKENIZER, **card} if number else {}
+    meta = {"corpus": prefix, "tokenizer": TOKENIZER, **card} if number else {}
     if number:
         meta["sources"] = [{"path": f"{number}.txt", "bytes": 10, "sha256": f"{number}" * 64}]
         meta["text_bytes"] = 10 * number
     with TokenWriter(prefix, dtype, meta=meta) as writer:
         for document in documents:
             writer.add(document)
-    return str(prefix)
+    return prefix
 
 
 @pytest.fixture
-def pair(tmp_path):
-    first = write(tmp_path / "a", FIRST, number=1)
-    return first, write(tmp_path / "b", SECOND, number=2)
+def pair():
+    first = write("a", FIRST, number=1)
+    return first, write("b", SECOND, number=2)
 
 
-def test_the_documents_follow_each_other_and_the_card_knows_all_sources(pair, tmp_path, capsys):
-    output = tmp_path / "new/both"
+def test_the_documents_follow_each_other_and_the_card_knows_all_sources(pair, capsys):
+    output = Path("new/both")
     assert main([*pair, "-o", str(output)]) == 0
     assert capsys.readouterr().out == f"{output}: 5 documents, 11 tokens (uint16)\n"
     merged = TokenFile.open(output)
     assert [merged.read(number).tolist() for number in range(5)] == FIRST + SECOND
     # So does GPT-NeoX, but it loses the index of documents, which nothing reads.
-    at_once = write(tmp_path / "at_once", FIRST + SECOND)
+    at_once = write("at_once", FIRST + SECOND)
     for suffix in (".bin", ".idx"):
         assert Path(f"{output}{suffix}").read_bytes() == Path(f"{at_once}{suffix}").read_bytes()
     assert "are whole (sha256 and vocabulary)" in verify(output)
@@ -50,16 +50,16 @@ def test_the_documents_follow_each_other_and_the_card_knows_all_sources(pair, tm
     assert card["command"] == ["merge_data.py", *pair, "-o", str(output)]
 
 
-def test_files_without_a_card_are_taken_only_where_the_user_says_so(pair, tmp_path, capsys, caplog):
-    bare = write(tmp_path / "bare", SECOND, np.int32)
-    words = [*pair, bare, "-o", str(tmp_path / "three")]
+def test_files_without_a_card_are_taken_only_where_the_user_says_so(pair, capsys, caplog):
+    bare = write("bare", SECOND, np.int32)
+    words = [*pair, bare, "-o", "three"]
     assert main(words) == 1
     assert "has no .json that names its tokenizer" in capsys.readouterr().err
     assert main([*words, "--assume-same-tokenizer"]) == 0
-    merged = TokenFile.open(tmp_path / "three")
+    merged = TokenFile.open("three")
     assert merged.dtype == np.int32
     assert merged.meta["sources"][2]["path"] == f"{bare}.bin"
     assert "text_bytes" not in merged.meta, "one of them is unknown"
-    again = write(tmp_path / "again", SECOND, number=1)
-    assert main([pair[0], again, "-o", str(tmp_path / "twice")]) == 0
+    again = write("again", SECOND, number=1)
+    assert main([pair[0], again, "-o", "twice"]) == 0
     assert f"took from there are there several times: {'1' * 12}" in caplog.text

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,8 +27,8 @@ TEXTS = [
 
 
 @pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "in.jsonl"
+def text():
+    path = Path("in.jsonl")
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     return path
 
@@ -43,7 +44,7 @@ def own(text, folder, *more):
     return run([*map(str, words), *(more or ["--vocab-size", "300"])])
 
 
-def everything(folder):
+def everything(folder=Path()):
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
@@ -52,12 +53,12 @@ def yaml_lines(summary):
     return dict(line.strip().split(": ") for line in lines)
 
 
-def test_stdlib_becomes_token_files_with_a_tokenizer_and_a_card(tmp_path, small_stdlib):
-    words = ["-d", str(tmp_path), "stdlib", "--vocab-size", "400"]
+def test_stdlib_becomes_token_files_with_a_tokenizer_and_a_card(small_stdlib):
+    words = ["-d", ".", "stdlib", "--vocab-size", "400"]
     summary = run(words)
-    prefix = tmp_path / "stdlib" / "stdlib_text_document"
+    prefix = Path("stdlib/stdlib_text_document")
     tokens = TokenFile.open(prefix)
-    tokenizer = build_tokenizer("HFTokenizer", tmp_path / "stdlib" / "tokenizer.json")
+    tokenizer = build_tokenizer("HFTokenizer", "stdlib/tokenizer.json")
     documents = [document for document in StandardLibrary(limit=12).documents() if document]
     assert len(tokens) == len(documents)
     for index, document in enumerate(documents):
@@ -69,16 +70,16 @@ def test_stdlib_becomes_token_files_with_a_tokenizer_and_a_card(tmp_path, small_
     assert (card["corpus"], card["sources"][0]["files"]) == ("stdlib", 12)
     assert card["text_bytes"] == sum(len(document.encode()) for document in documents)
     assert f"stdlib: {len(tokens):,} documents, {tokens.tokens:,} tokens (uint16)" in summary
-    assert yaml_lines(summary)["vocab_file"] == str(tmp_path / "stdlib" / "tokenizer.json")
-    before = everything(tmp_path)
+    assert yaml_lines(summary)["vocab_file"] == "stdlib/tokenizer.json"
+    before = everything()
     assert run(words) == f"already prepared\n{summary}"
-    assert everything(tmp_path) == before
+    assert everything() == before
 
 
 def test_documents_keep_their_order_and_those_without_text_are_left_out(tmp_path, text):
     text = text.rename(os.fsdecode(bytes(tmp_path) + b"/\xff.jsonl"))
-    summary = own(text, tmp_path, "-t", "CharLevelTokenizer")
-    tokens = TokenFile.open(tmp_path / "mine" / "mine_text_document")
+    summary = own(text, ".", "-t", "CharLevelTokenizer")
+    tokens = TokenFile.open("mine/mine_text_document")
     got = [tokens.read(index).astype(np.uint8).tobytes() for index in range(len(tokens))]
     assert got == [document.encode() + b"\0" for document in TEXTS if document]
     assert "left out, blank document: 1\n" in summary
@@ -91,16 +92,16 @@ def test_documents_keep_their_order_and_those_without_text_are_left_out(tmp_path
     assert verify_summary.endswith("are whole (sha256 and vocabulary)")
 
 
-def test_what_a_tokenizer_cannot_say_is_counted_or_named(tmp_path, caplog):
-    text = tmp_path / "in.txt"
+def test_what_a_tokenizer_cannot_say_is_counted_or_named(caplog):
+    text = Path("in.txt")
     text.write_text("a b\tc")
     pieces = [["<unk>", 0.0], ["a", -1.0], ["b", -1.0]]
     inner = Tokenizer(models.Unigram([tuple(piece) for piece in pieces], unk_id=0))
     inner.normalizer = normalizers.Replace("\t", " ")
     inner.decoder = decoders.Fuse()
     inner.add_special_tokens(["<|endoftext|>"])
-    inner.save(str(tmp_path / "t.json"))
-    summary = own(text, tmp_path, "--vocab-file", str(tmp_path / "t.json"))
+    inner.save("t.json")
+    summary = own(text, ".", "--vocab-file", "t.json")
     assert "left out, text that is the unknown token: 2" in summary
     assert (
         "1 of the first 1 texts do not come back from their tokens as they were, such as 'a b\\tc':"
@@ -108,11 +109,11 @@ def test_what_a_tokenizer_cannot_say_is_counted_or_named(tmp_path, caplog):
     )
 
 
-def test_what_was_prepared_from_something_else_is_kept_unless_overwritten(tmp_path, text):
-    data = tmp_path / "data"
+def test_what_was_prepared_from_something_else_is_kept_unless_overwritten(text):
+    data = Path("data")
     own(text, data)
     before = everything(data)
-    other = tmp_path / "other.txt"
+    other = Path("other.txt")
     other.write_text("other text")
     for source, words, message in (
         (text, "--vocab_size=290", "prepared with other tokenizer - take another --name or -d"),
@@ -128,9 +129,9 @@ def test_what_was_prepared_from_something_else_is_kept_unless_overwritten(tmp_pa
     assert len(TokenFile.open(data / "mine" / "mine_text_document")) == 1
 
 
-def test_a_fault_leaves_everything_as_it_was(tmp_path, text, monkeypatch):
-    data = tmp_path / "data"
-    bad = tmp_path / "bad.jsonl"
+def test_a_fault_leaves_everything_as_it_was(text, monkeypatch):
+    data = Path("data")
+    bad = Path("bad.jsonl")
     cases = {
         '{"text": "fine"}\n{"text": \n': r"bad\.jsonl:2: cannot be read as JSON",
         '{"text": ""}\n\n': "mine_text_document: no tokens to write - the input has no documents",
@@ -153,37 +154,35 @@ def test_a_fault_leaves_everything_as_it_was(tmp_path, text, monkeypatch):
                 own(text, data, "--vocab-size", "280", "--overwrite")
         assert everything(data) == before
         assert data.exists() == exists
-    (tmp_path / "file").write_text("")
+    Path("file").write_text("")
     with pytest.raises(UserError, match=r"-d: .*file.*cannot be written \(.* directory|exists\)"):
-        own(text, tmp_path / "file")
+        own(text, "file")
 
 
-def test_a_second_preparation_of_one_name_is_refused_while_the_first_works(tmp_path, text):
-    folder = tmp_path / "data" / "mine"
+def test_a_second_preparation_of_one_name_is_refused_while_the_first_works(text):
+    folder = Path("data/mine")
     with owned_folder(folder, "-d"):
-        before = everything(tmp_path)
+        before = everything()
         with pytest.raises(UserError, match=rf"-d: {folder} is in use by process \d+ on .* - wait"):
-            own(text, tmp_path / "data")
-        assert everything(tmp_path) == before
-    own(text, tmp_path / "data")
+            own(text, "data")
+        assert everything() == before
+    own(text, "data")
     assert len(list(folder.iterdir())) == 4
 
 
-def test_parts_are_merged_to_the_bytes_of_one_run_and_finished_ones_are_kept(
-    tmp_path, text, monkeypatch
-):
-    inputs = tmp_path / "texts"
+def test_parts_are_merged_to_the_bytes_of_one_run_and_finished_ones_are_kept(text, monkeypatch):
+    inputs = Path("texts")
     (inputs / "deeper").mkdir(parents=True)
     for number, name in enumerate(("b.txt", "a.txt", "deeper/c.txt", "z.txt", "empty.txt")):
         (inputs / name).write_text(f"text {number} of {name}\n" * number)
     text.rename(inputs / "several.jsonl")
-    own(inputs, tmp_path / "data", "-t", "CharLevelTokenizer")
+    own(inputs, "data", "-t", "CharLevelTokenizer")
     for part in ("3/3", "1/3", "2/3"):  # in any order
-        own(inputs, tmp_path / "data", "-t", "CharLevelTokenizer", "--part", part)
-    again = own(inputs, tmp_path / "data", "-t", "CharLevelTokenizer", "--part", "2/3")
+        own(inputs, "data", "-t", "CharLevelTokenizer", "--part", part)
+    again = own(inputs, "data", "-t", "CharLevelTokenizer", "--part", "2/3")
     assert again.startswith("already prepared")
-    parts = [str(tmp_path / f"data/mine-{number}-of-3/mine_text_document") for number in (1, 2, 3)]
-    whole, merged = tmp_path / "data/mine/mine_text_document", tmp_path / "merged"
+    parts = [f"data/mine-{number}-of-3/mine_text_document" for number in (1, 2, 3)]
+    whole, merged = Path("data/mine/mine_text_document"), Path("merged")
     assert merge([*parts, "-o", str(merged)]) == 0
     for suffix in (".bin", ".idx"):
         expected = whole.with_name(whole.name + suffix).read_bytes()
@@ -194,22 +193,22 @@ def test_parts_are_merged_to_the_bytes_of_one_run_and_finished_ones_are_kept(
     assert cards[2]["part"] == "2/3"
     assert len(cards[2]["sources"]) == 2
 
-    own(inputs, tmp_path / "data", "-t", "CharLevelTokenizer", "--part", "1/1", "--overwrite")
+    own(inputs, "data", "-t", "CharLevelTokenizer", "--part", "1/1", "--overwrite")
     assert "part" not in TokenFile.open(whole).meta
 
 
-def test_parts_that_make_no_sense_are_refused(tmp_path, text):
-    before = everything(tmp_path)
+def test_parts_that_make_no_sense_are_refused(text):
+    before = everything()
     of_characters = ["-t", "CharLevelTokenizer", "--part"]
     for part in ("0/2", "3/2", "2", "one/2", "1/0", "-1/2"):
         with pytest.raises(UserError, match="is no part - write --part 2/4"):
-            own(text, tmp_path / "data", "-t", "CharLevelTokenizer", f"--part={part}")
+            own(text, "data", "-t", "CharLevelTokenizer", f"--part={part}")
     with pytest.raises(
         UserError, match=r"--part: 2 parts need as many files, .* has 1 - take fewer"
     ):
-        own(text, tmp_path / "data", *of_characters, "1/2")
+        own(text, "data", *of_characters, "1/2")
     with pytest.raises(UserError, match="--part: each part would train another tokenizer - train"):
-        own(text, tmp_path / "data", "--part", "1/1")
+        own(text, "data", "--part", "1/1")
     for words, message in {
         "arxiv --documents 5": "--part: is of all documents - leave",
         "hf:one/two": "--part: is not for a data set of the hub",
@@ -217,5 +216,5 @@ def test_parts_that_make_no_sense_are_refused(tmp_path, text):
         "stdlib -t CharLevelTokenizer": "--part: stdlib has no files to divide - leave",
     }.items():
         with pytest.raises(UserError, match=message):
-            run([*words.split(), "-d", str(tmp_path / "data"), "--part", "1/2"])
-    assert everything(tmp_path) == before
+            run([*words.split(), "-d", "data", "--part", "1/2"])
+    assert everything() == before

@@ -45,16 +45,16 @@ def server(monkeypatch):
 
 
 @pytest.fixture
-def write(monkeypatch, tmp_path):
+def write(monkeypatch):
     """Write recipes where the catalogue looks for them; returns their corpora."""
-    folder = tmp_path / "recipes"
+    folder = Path("recipes")
     folder.mkdir()
     monkeypatch.setattr(recipes, "RECIPES", folder)
 
     def corpus(sources, *, from_dir=None, limit=None, part=(1, 1), **more):
         facts = {"about": "a test", "licence": "none", "sources": sources} | more
         (folder / "mine.yml").write_text(yaml.safe_dump(facts))
-        made = FromRecipe("mine", read_recipe("mine"), tmp_path / "data", from_dir, limit)
+        made = FromRecipe("mine", read_recipe("mine"), Path("data"), from_dir, limit)
         made.part = part
         return made
 
@@ -95,13 +95,11 @@ def test_the_commands_of_the_page_about_data_are_known():
             assert options.corpus in corpus_names()
 
 
-def test_files_are_downloaded_once_and_shared_and_the_card_names_the_recipe(
-    server, write, tmp_path, caplog
-):
+def test_files_are_downloaded_once_and_shared_and_the_card_names_the_recipe(server, write, caplog):
     write([urls(server, "/a.jsonl", "/b.jsonl")])
-    words = ["mine", "-d", str(tmp_path / "data"), "--vocab-size", "300"]
+    words = ["mine", "-d", "data", "--vocab-size", "300"]
     assert "mine: 3 documents" in run(words)
-    card = TokenFile.open(tmp_path / "data/mine/mine_text_document").meta
+    card = TokenFile.open("data/mine/mine_text_document").meta
     digest = hashlib.sha256(recipes.recipe_path("mine").read_bytes()).hexdigest()
     assert card["recipe"] == {"name": "mine", "sha256": digest}
     sums = [hashlib.sha256(one.content).hexdigest() for one in server.files.values()]
@@ -114,13 +112,11 @@ def test_files_are_downloaded_once_and_shared_and_the_card_names_the_recipe(
     again = write([urls(server, "/a.jsonl", "/b.jsonl")], keep={"meta.pile_set_name": "Github"})
     assert list(again.documents()) == ["b one"]
     assert server.asked == []
-    kept = tmp_path / "data" / "download" / "127.0.0.1"
+    kept = Path("data/download/127.0.0.1")
     assert sorted(os.listdir(kept)) == ["a.jsonl", "b.jsonl"]
 
 
-def test_the_next_source_is_taken_and_where_none_is_left_each_reason_is_said(
-    server, write, tmp_path, caplog
-):
+def test_the_next_source_is_taken_and_where_none_is_left_each_reason_is_said(server, write, caplog):
     corpus = write([urls(server, "/gone.jsonl"), urls(server, "/b.jsonl")])
     assert list(corpus.documents()) == ["b one"]
     assert "mine: a source cannot be used: http://127.0.0.1" in caplog.text
@@ -138,14 +134,14 @@ def test_the_next_source_is_taken_and_where_none_is_left_each_reason_is_said(
         end,
     ):
         assert part in str(raised.value)
-    assert not list(tmp_path.rglob("*a.jsonl*"))
+    assert not list(Path().rglob("*a.jsonl*"))
     server.asked.clear()
     with pytest.raises(UserError, match=r"needs 1 EB and has .* free - free some space"):
         list(write([large]).documents())
     assert server.asked == []
 
 
-def test_with_a_limit_only_the_files_that_it_needs_are_downloaded(server, write, tmp_path):
+def test_with_a_limit_only_the_files_that_it_needs_are_downloaded(server, write):
     sources = [urls(server, "/a.jsonl", "/b.jsonl")]
     corpus = write(sources, limit=2)
     assert list(corpus.documents()) == ["a one", "a two"]
@@ -164,8 +160,8 @@ def test_a_part_downloads_its_own_files_alone(server, write):
         list(write(sources, part=(1, 3)).documents())
 
 
-def test_files_at_hand_need_no_network(server, write, tmp_path):
-    folder = tmp_path / "hand"
+def test_files_at_hand_need_no_network(server, write):
+    folder = Path("hand")
     (folder / "deep").mkdir(parents=True)
     sources = [urls(server, "/a.jsonl", "/b.jsonl")]
 
@@ -185,23 +181,23 @@ def test_files_at_hand_need_no_network(server, write, tmp_path):
     assert server.asked == []
 
 
-def test_a_copy_of_a_whole_data_set_gives_the_files_of_the_recipes_folder(tmp_path, caplog):
+def test_a_copy_of_a_whole_data_set_gives_the_files_of_the_recipes_folder(caplog):
     patterns, names = ["v1/train-*", "v1/test-*"], ["v1/train-0", "v1/test-0"]
     deep, elsewhere = ["deep/v1/train-0", "deep/v1/test-0"], ["x/train-0", "y/test-0"]
     assert matching([*names, "v2/train-0"], patterns) == names
     assert matching(deep, patterns) == deep
     assert matching(elsewhere, patterns) == elsewhere
     assert matching(["v2-train-0", "a.txt"], patterns) == []
-    (tmp_path / "00.jsonl.zst").touch()  # of the Pile
+    Path("00.jsonl.zst").touch()  # of the Pile
     with pytest.raises(UserError, match=r"--from-dir: .* has no files of openwebtext2, which are"):
-        at_hand("openwebtext2", read_recipe("openwebtext2"), tmp_path)
-    own = tmp_path / "scrapes_1_final.jsonl.zst"
+        at_hand("openwebtext2", read_recipe("openwebtext2"), Path())
+    own = Path("scrapes_1_final.jsonl.zst")
     own.touch()
-    assert at_hand("openwebtext2", read_recipe("openwebtext2"), tmp_path) == [own]
+    assert at_hand("openwebtext2", read_recipe("openwebtext2"), Path()) == [own]
     assert f"openwebtext2: takes 1 files whose names fit, from {own}" in caplog.text
 
 
-def test_gpt2s_files_are_downloaded_or_taken_from_files_at_hand(server, monkeypatch, tmp_path):
+def test_gpt2s_files_are_downloaded_or_taken_from_files_at_hand(server, monkeypatch):
     contents = {"gpt2-vocab.json": b'{"a": 0}', "gpt2-merges.txt": b"#version: 0.2\n"}
     files = []
     for name, content in contents.items():
@@ -210,29 +206,29 @@ def test_gpt2s_files_are_downloaded_or_taken_from_files_at_hand(server, monkeypa
         places = [f"{server.address}/gone/{name}", f"{server.address}/{name}"]
         facts = {"name": name, "bytes": len(content), "sha256": sha256, "urls": places}
         files.append(facts | {"names": [name.removeprefix("gpt2-")]})
-    monkeypatch.setattr(recipes, "GPT2", tmp_path / "gpt2.yml")
+    monkeypatch.setattr(recipes, "GPT2", Path("gpt2.yml"))
     recipes.GPT2.write_text(yaml.safe_dump({"files": files}))
 
-    data = tmp_path / "data"
+    data = Path("data")
     printed = run(["--tokenizer-files", "-d", str(data)])
     assert printed == "\n".join(str(data / name) for name in contents)
     assert {name: (data / name).read_bytes() for name in contents} == contents
     server.files.clear()
     for name, content in contents.items():
-        (tmp_path / name.removeprefix("gpt2-")).write_bytes(content)
-    (tmp_path / "hand").mkdir()  # they are in the folder above
-    other = tmp_path / "other"
-    run(["--tokenizer-files", "-d", str(other), "--from-dir", str(tmp_path / "hand")])
+        Path(name.removeprefix("gpt2-")).write_bytes(content)
+    Path("hand").mkdir()  # they are in the folder above
+    other = Path("other")
+    run(["--tokenizer-files", "-d", str(other), "--from-dir", "hand"])
     assert {name: (other / name).read_bytes() for name in contents} == contents
-    (tmp_path / "merges.txt").write_bytes(b"other")
+    Path("merges.txt").write_bytes(b"other")
     with pytest.raises(UserError, match=r"gpt2-merges\.txt: cannot be had: neither .*hand nor"):
         run(
             [
                 "--tokenizer-files",
                 "-d",
-                str(tmp_path / "third"),
+                "third",
                 "--from-dir",
-                str(tmp_path / "hand"),
+                "hand",
             ]
         )
 
@@ -268,18 +264,18 @@ def hub():
 @pytest.fixture
 def prepare(hub, forks, tmp_path):
     """Run the command where this hub is the only one."""
-    (tmp_path / "prepare.py").write_text(CODE)
+    Path("prepare.py").write_text(CODE)
 
     def command(*words):
         environment = {
             "HF_ENDPOINT": hub.address,
-            "HF_HOME": str(tmp_path / "home"),
+            "HF_HOME": "home",
             "HF_HUB_OFFLINE": "0",
             "HF_HUB_DISABLE_XET": "1",
             "no_proxy": "127.0.0.1",
             "PYTHONPATH": str(ROOT),
         }
-        return forks.run(tmp_path / "prepare.py", *words, cwd=tmp_path, env=environment)
+        return forks.run(Path("prepare.py"), *words, cwd=tmp_path, env=environment)
 
     return command
 
@@ -294,10 +290,10 @@ def test_the_files_of_a_data_set_are_downloaded_at_one_commit(hub, prepare, tmp_
     write_recipe(tmp_path, hub=NAME, files=["data/train-*.jsonl"], count=2)
     done = prepare("mine")
     assert done.returncode == 0, done.stderr
-    sources = TokenFile.open(tmp_path / "data/mine/mine_text_document").meta["sources"]
+    sources = TokenFile.open("data/mine/mine_text_document").meta["sources"]
     sums = [hashlib.sha256(FILES[f"data/train-{number}.jsonl"]).hexdigest() for number in (0, 1)]
     assert [source["sha256"] for source in sources] == sums
-    [list_of_files] = (tmp_path / "data/download/someone--texts").glob("listing-*.json")
+    [list_of_files] = Path("data/download/someone--texts").glob("listing-*.json")
     assert COMMIT in list_of_files.read_text()
     hub.shutdown()  # now there is no network
     done = prepare("mine", "--overwrite")
@@ -314,26 +310,26 @@ def test_a_data_set_that_only_lists_addresses_is_followed_but_not_out_of_its_fol
     write_recipe(tmp_path, **of_list, count=2)
     done = prepare("mine")
     assert done.returncode == 0, done.stderr
-    assert len(TokenFile.open(tmp_path / "data/mine/mine_text_document")) == 2
+    assert len(TokenFile.open("data/mine/mine_text_document")) == 2
     hub.show_dataset(NAME, {"data/list.txt": b"../../../outside.txt"})
     write_recipe(tmp_path, **of_list)
-    (tmp_path / "home").rename(tmp_path / "used")
+    Path("home").rename(Path("used"))
     done = prepare("mine", "-d", "other")
     assert done.returncode == 1
     assert "lists '../../../outside.txt'" in done.stderr
-    assert not list(tmp_path.rglob("outside*"))
+    assert not list(Path().rglob("outside*"))
 
 
-def test_any_data_set_is_read_as_a_stream(hub, prepare, tmp_path):
+def test_any_data_set_is_read_as_a_stream(hub, prepare):
     keys = ["--text-key", "no", "--text-key", "text"]
     done = prepare("hf:someone/texts", "--documents", "2", *keys)
     assert done.returncode == 0, done.stderr
-    tokens = TokenFile.open(tmp_path / "data/texts/texts_text_document")
+    tokens = TokenFile.open("data/texts/texts_text_document")
     assert (len(tokens), tokens.meta["documents_limit"]) == (2, 2)
     [source] = tokens.meta["sources"]
     assert (source["dataset"], source["split"], source["commit"]) == (NAME, "train", COMMIT)
     assert "validation-0.jsonl" not in {path.rpartition("/")[2] for path, _ in hub.asked}
-    assert not (tmp_path / "data/download").exists()
+    assert not Path("data/download").exists()
     for words, message in {
         "--revision v9": "hf:someone/texts: cannot be read (",
         "--text-key txt": "row 1: has no text under 'txt', it is {'meta': {",
@@ -342,4 +338,4 @@ def test_any_data_set_is_read_as_a_stream(hub, prepare, tmp_path):
         assert done.returncode == 1
         assert message in done.stderr
         assert len(done.stderr.strip().split("\n")) == 1, done.stderr
-        assert not (tmp_path / "other").exists()
+        assert not Path("other").exists()

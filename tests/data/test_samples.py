@@ -23,10 +23,10 @@ TEST_SAMPLES = 10  # what the reference was asked for in the test part; expected
 
 
 @pytest.fixture
-def corpus(tmp_path):
+def corpus():
     for suffix in (".bin", ".idx"):
-        shutil.copyfile(GOLDEN / f"corpus_text_document{suffix}", tmp_path / f"corpus{suffix}")
-    return TokenFile.open(tmp_path / "corpus")
+        shutil.copyfile(GOLDEN / f"corpus_text_document{suffix}", Path(f"corpus{suffix}"))
+    return TokenFile.open("corpus")
 
 
 def write(prefix, sizes):
@@ -81,7 +81,7 @@ def test_parts_are_cut_where_the_reference_cuts_them_and_empty_ones_are_named(tm
         ("0.1,0.2,0.3", 3): [0, 1, 2, 3],  # 0.6000000000000001 in all, on every version of Python
     }
     for (split, count), bounds in cases.items():
-        tokens = write(tmp_path / f"c{split[0]}{count}{len(split)}", [1] * count)
+        tokens = write(f"c{split[0]}{count}{len(split)}", [1] * count)
         for part, start, stop in zip(("train", "valid", "test"), bounds, bounds[1:], strict=False):
             if stop > start:
                 assert split_documents(tokens, split, part) == range(start, stop)
@@ -92,7 +92,7 @@ def test_parts_are_cut_where_the_reference_cuts_them_and_empty_ones_are_named(tm
         with pytest.raises(UserError, match=message):
             build_split(write(tmp_path / part, sizes), split, part, 4)
     with caplog.at_level(logging.WARNING):
-        samples = build_split(write(tmp_path / "c", [9, 5]), "1,1", "valid", 8, num_samples=2)
+        samples = build_split(write("c", [9, 5]), "1,1", "valid", 8, num_samples=2)
     assert "the valid part has 5 tokens, samples of 8 repeat the same text" in caplog.text
     for index in (len(samples), -1):
         with pytest.raises(IndexError, match=f"sample {index} of {len(samples)}"):
@@ -111,7 +111,7 @@ def first(corpus):
     return build_split(corpus, length=64, seed=1235)[0].tolist()
 
 
-def test_index_maps_are_kept_by_plan_and_used_again(corpus, tmp_path):
+def test_index_maps_are_kept_by_plan_and_used_again(corpus):
     expected = first(corpus)
     before = maps_folder(corpus).stat().st_mtime_ns
     assert first(corpus) == expected
@@ -119,7 +119,7 @@ def test_index_maps_are_kept_by_plan_and_used_again(corpus, tmp_path):
     assert maps_folder(corpus).name == MAPS_OF_GOLDEN  # those of earlier versions are used again
     for changed in ({"seed": 1}, {"length": 65}, {"part": "train"}, {"num_samples": 10_000}):
         build_split(corpus, **{"length": 64, "seed": 1235} | changed)
-    assert len(list((tmp_path / "corpus_index_maps").glob("[0-9a-f]*"))) == 5
+    assert len(list(Path("corpus_index_maps").glob("[0-9a-f]*"))) == 5
 
 
 DAMAGES = {

@@ -26,10 +26,10 @@ CODE = "def f(x):\n    return x\n" * 30
 
 def test_stdlib_is_the_running_pythons_own_source_in_an_order_that_is_always_the_same():
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = [one for one in root.rglob("*.py") if not FOREIGN & set(one.parts)]
+    files = [path for path in root.rglob("*.py") if not FOREIGN & set(path.parts)]
     files.sort()
     random.Random(1234).shuffle(files)
-    assert StandardLibrary(limit=20).files == files[:20]
+    assert StandardLibrary(limit=20).paths == files[:20]
 
 
 def test_a_document_of_repeats_is_a_few_random_words_again_and_again_the_same_everywhere():
@@ -45,34 +45,34 @@ def test_a_document_of_repeats_is_a_few_random_words_again_and_again_the_same_ev
 
 
 def test_files_are_decoded_as_python_does_and_those_it_cannot_decode_are_counted(tmp_path):
-    (tmp_path / "package").mkdir()
-    (tmp_path / "site-packages").mkdir()
-    (tmp_path / "a.py").write_bytes("# coding: latin-1\r\nx = 'é'\n".encode("latin-1"))
-    (tmp_path / "package" / "b.py").write_bytes(b"x = '\xff'\n")
-    (tmp_path / "package" / "c.py").write_bytes(b"# coding: no-such\n")
-    (tmp_path / "site-packages" / "d.py").write_text("d = 1\n")
-    (tmp_path / "notes.txt").write_text("no Python")
+    Path("package").mkdir()
+    Path("site-packages").mkdir()
+    Path("a.py").write_bytes("# coding: latin-1\r\nx = 'é'\n".encode("latin-1"))
+    Path("package/b.py").write_bytes(b"x = '\xff'\n")
+    Path("package/c.py").write_bytes(b"# coding: no-such\n")
+    Path("site-packages/d.py").write_text("d = 1\n")
+    Path("notes.txt").write_text("no Python")
     library = StandardLibrary(tmp_path)
     assert list(library.documents()) == ["# coding: latin-1\nx = 'é'\n"]
     assert library.skips == {"not decoded": 2}
     [before] = library.sources()
     assert (before["files"], before["bytes"]) == (3, 27 + 8 + 18)
-    (tmp_path / "a.py").write_text("y = 1\n")
+    Path("a.py").write_text("y = 1\n")
     assert library.sources()[0]["sha256"] != before["sha256"]
     with pytest.raises(UserError, match=r"stdlib: .* has no \.py files - use a Python that comes"):
-        StandardLibrary(tmp_path / "none")
+        StandardLibrary(Path("none"))
 
 
 @pytest.fixture
-def installed(tmp_path, monkeypatch):
+def installed(monkeypatch):
     """Write packages as pip does, with a list of their files."""
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(".")
 
     def install(name, version, files):
         for path, content in files.items():
-            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / path).write_bytes(content.encode() if isinstance(content, str) else content)
-        about = tmp_path / f"{name}-{version}.dist-info"
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_bytes(content.encode() if isinstance(content, str) else content)
+        about = Path(f"{name}-{version}.dist-info")
         about.mkdir()
         (about / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
         (about / "RECORD").write_text("".join(f"{path},,\n" for path in files))

@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import string
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from megatron.config import load
 from megatron.data import tasks
 from megatron.data.loader import batches
 from megatron.data.parts import open_parts
-from megatron.data.tasks import PADDING, TASKS, TaskText
+from megatron.data.tasks import PADDING, TASKS, TaskSamples, TaskText
 from megatron.errors import UserError
 from prepare_data import run
 from tests.support import ROOT
@@ -158,7 +159,7 @@ def test_a_window_has_the_largest_problem_that_fits_and_too_short_ones_are_refus
         tokens = set((ids > 0).sum(axis=1).tolist())
         assert tokens == {smallest + (length + 1 - smallest) // more * more}
         assert marks.any(axis=1).all()
-    sizes = range(text.least, text.largest(smallest + 3 * more) + 1)
+    sizes = range(1, text.largest(smallest + 3 * more) + 1)
     samples = text.samples("train", smallest + 3 * more, 0)
     found = {int((samples[number][0] > 0).sum()) for number in range(100)}
     assert found == {smallest + more * step for step in range(len(sizes))}
@@ -238,7 +239,8 @@ def test_which_problems_are_held_out_says_nothing_of_the_answer():
     """CRC-32 is affine: all held-out problems of four bits had one answer."""
     text = TaskText("parity")
     for bits, part in itertools.product((8, 9), ("valid", "test")):
-        drawn = [text.problem(part, 0, number, range(bits, bits + 1)) for number in range(400)]
+        samples = TaskSamples(text, part, 0, bits, range(bits, bits + 1))
+        drawn = [samples.problem(number) for number in range(400)]
         answers = {str(problem): problem[-1][0] for problem in drawn}
         assert len(answers) / 2**bits == pytest.approx(1 / 8, abs=0.03)
         assert list(answers.values()).count("1") / len(answers) == pytest.approx(0.5, abs=0.15)
@@ -306,10 +308,10 @@ def test_two_ranks_read_the_problems_of_one():
 # --- On the disk, where it is asked for ---
 
 
-def test_problems_are_written_as_json_lines_and_listed(tmp_path):
-    words = ["task:recall", "--documents", "7", "-d", str(tmp_path), "--length", "20"]
+def test_problems_are_written_as_json_lines_and_listed():
+    words = ["task:recall", "--documents", "7", "-d", ".", "--length", "20"]
     shown = run([*words, "--task-args", "{pairs: 2}", "--split", "valid", "--name", "two"])
-    file = tmp_path / "two/two.jsonl"
+    file = Path("two/two.jsonl")
     assert shown == f"{file}: 7 valid problems of task:recall"
     text = TaskText("recall", {"pairs": 2})
     samples = text.samples("valid", 20, 1234)
@@ -321,10 +323,10 @@ def test_problems_are_written_as_json_lines_and_listed(tmp_path):
         assert words_of_line == [text.words[one] for one in ids[ids > 0]]
         assert problem["question"].split().count("_") == marks.sum()
     assert number == 6
-    run(["task:copy", "--documents", "1", "-d", str(tmp_path)])
+    run(["task:copy", "--documents", "1", "-d", "."])
     with pytest.raises(ValueError, match=r"copy.jsonl exists"):
-        run(["task:copy", "--documents", "2", "-d", str(tmp_path)])
-    run(["task:copy", "--documents", "2", "-d", str(tmp_path), "--overwrite"])
-    assert len((tmp_path / "copy/copy.jsonl").read_text().splitlines()) == 2
+        run(["task:copy", "--documents", "2", "-d", "."])
+    run(["task:copy", "--documents", "2", "-d", ".", "--overwrite"])
+    assert len(Path("copy/copy.jsonl").read_text().splitlines()) == 2
     listed = [line.split(" ")[0] for line in run(["--list"]).split("\n\n")[1].splitlines()]
     assert listed == [f"task:{name}" for name in TASKS]

@@ -50,7 +50,7 @@ def spm(path, **options):
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(texts), model_writer=model, minloglevel=2, **options
     )
-    path.write_bytes(model.getvalue())
+    Path(path).write_bytes(model.getvalue())
     return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
 
 
@@ -106,7 +106,7 @@ def test_no_text_holds_the_end_of_its_document(folder):
     assert (plain.vocab_size, plain.eod) == (512, 0)
 
 
-def test_all_forms_of_one_tokenizer_give_the_same_ids(folder, tmp_path):
+def test_all_forms_of_one_tokenizer_give_the_same_ids(folder):
     kinds = built_of(folder)
     whole, pair = kinds["HFTokenizer"], kinds["GPT2BPETokenizer"]
     assert whole.encode_batch(TEXTS) == pair.encode_batch(TEXTS)
@@ -116,7 +116,7 @@ def test_all_forms_of_one_tokenizer_give_the_same_ids(folder, tmp_path):
     asking.enable_padding(length=50)
     content = json.loads(asking.to_str())
     content["added_tokens"][0]["special"] = False  # the library then looks for it in texts
-    path = tmp_path / "tokenizer.json"
+    path = Path("tokenizer.json")
     path.write_text(json.dumps(content))
     assert Tokenizer.from_file(str(path)).encode(f"a{END}b").ids.count(0) > 0
     ours = build_tokenizer("HFTokenizer", path)
@@ -125,19 +125,19 @@ def test_all_forms_of_one_tokenizer_give_the_same_ids(folder, tmp_path):
 
 
 @needs_gpt2
-def test_gpt2_is_gpt2(tmp_path):
+def test_gpt2_is_gpt2():
     files = (SHARED / "gpt2-vocab.json", SHARED / "gpt2-merges.txt")
     # The file of ranks that was published: in it ids are ranks, but for the end.
     ranks = tiktoken.load.data_gym_to_mergeable_bpe_ranks(str(files[1]), str(files[0]))
     lines = [base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()]
-    (tmp_path / "gpt2.tiktoken").write_bytes(b"".join(lines))
+    Path("gpt2.tiktoken").write_bytes(b"".join(lines))
     pair = build_tokenizer("GPT2BPETokenizer", *files)
     texts = [*TEXTS, *modules()[:5]]
     fox = [464, 2068, 7586, 21831, 18045, 625, 262, 16931, 3290]
     for tokenizer in (
         pair,
         build_tokenizer("HFTokenizer", SHARED / "gpt2-tokenizer.json"),
-        build_tokenizer("TiktokenTokenizer", tmp_path / "gpt2.tiktoken"),
+        build_tokenizer("TiktokenTokenizer", "gpt2.tiktoken"),
     ):
         assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.cuttable) == (50257, 50256, True)
         assert tokenizer.encode("The quick brown fox jumps over the lazy dog") == fox
@@ -167,10 +167,10 @@ def test_patterns_and_published_files_are_those_of_tiktoken(folder, monkeypatch)
     assert (built.eod, built.vocab_size) == (len(ranks), len(ranks) + 1)
 
 
-def test_ids_of_a_sentencepiece_model_are_its_own(tmp_path):
+def test_ids_of_a_sentencepiece_model_are_its_own():
     for options in ({"model_type": "unigram"}, {"user_defined_symbols": END}):
-        theirs = spm(tmp_path / "t.model", **options)
-        ours = build_tokenizer("SPMTokenizer", tmp_path / "t.model")
+        theirs = spm("t.model", **options)
+        ours = build_tokenizer("SPMTokenizer", "t.model")
         assert ours.encode_batch(modules()[:3]) == theirs.encode(modules()[:3])
         assert (ours.vocab_size, ours.unknown) == (400, theirs.unk_id())
         if "model_type" in options:
@@ -189,8 +189,8 @@ def test_a_vocabulary_has_room_for_all_bytes_and_not_more_than_the_memory():
         train_tokenizer(TEXTS, 10**14)
 
 
-def test_without_endoftext_the_end_is_what_the_file_beside_it_says(tmp_path):
-    file, settings = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
+def test_without_endoftext_the_end_is_what_the_file_beside_it_says():
+    file, settings = Path("tokenizer.json"), Path("tokenizer_config.json")
     model = models.WordLevel({"Hello": 0, "</s>": 1, "world": 2, "None": 3}, unk_token="Hello")
     Tokenizer(model).save(str(file))
     for nothing in ({"eos_token": "<end>"}, {"eos_token": None}, {}):
@@ -215,12 +215,12 @@ def unigram(end):
     return json.dumps({"version": "1.0", "added_tokens": [added], "model": model}).encode()
 
 
-def test_wrong_files_are_explained(folder, tmp_path):
+def test_wrong_files_are_explained(folder):
     """What is missing, empty or of another kind is asked of the command (tests/bad_inputs)."""
     vocab_text = (folder / "slow" / "vocab.json").read_text()
     vocab = json.loads(vocab_text)
     without_end = {key: value for key, value in vocab.items() if key != END}
-    spm(tmp_path / "no_end.model", eos_id=-1)
+    spm("no_end.model", eos_id=-1)
     contents = {
         "vocab.json": vocab_text.encode(),
         "merges.txt": (folder / "slow" / "merges.txt").read_bytes(),
@@ -236,14 +236,14 @@ def test_wrong_files_are_explained(folder, tmp_path):
         "a.gpt2.tiktoken": ranks_file()[:1501],
     }
     for name, content in contents.items():
-        (tmp_path / name).write_bytes(content)
+        Path(name).write_bytes(content)
     cases = [
         ("GPT2BPE", "merges.txt vocab.json", "are not GPT-2's vocab.json and merges.txt - give"),
         ("GPT2BPE", "marked merges.txt", "marked begins with a byte order mark - save it without"),
         ("GPT2BPE", "numbers merges.txt", "does not give every token its own number"),
         ("GPT2BPE", "highest merges.txt", "the number 100000000, but has only 401"),
         ("GPT2BPE", "endless merges.txt", "lacks 1 of the 256 bytes and <|endoftext|>"),
-        ("GPT2BPE", "vocab.json foreign", f"merge_file: {tmp_path}/foreign does not belong to"),
+        ("GPT2BPE", "vocab.json foreign", "merge_file: foreign does not belong to"),
         ("HF", "t5.json", "the number that ends documents - take"),
         ("HF", "cut.model", "use tokenizer_type: SPMTokenizer, which does"),
         ("SPM", "cut.model", "is not a SentencePiece model: "),
@@ -254,7 +254,7 @@ def test_wrong_files_are_explained(folder, tmp_path):
     ]
     for kind, names, message in cases:
         with pytest.raises(UserError) as caught:
-            build_tokenizer(f"{kind}Tokenizer", *(tmp_path / name for name in names.split()))
+            build_tokenizer(f"{kind}Tokenizer", *names.split())
         assert message in str(caught.value)
         assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match=r"has no tokenizer\.json - let transformers write it"):
@@ -267,26 +267,26 @@ def letters(path, *, dropout=None, unknown=None):
     merges = [("c", "a"), ("ca", "b")]
     inner = Tokenizer(models.BPE(vocab, merges, dropout=dropout, unk_token=unknown))
     inner.add_special_tokens([END])
-    inner.save(str(path))
+    inner.save(path)
     return inner
 
 
-def test_no_character_is_lost_and_no_token_is_random(tmp_path):
-    whole = letters(tmp_path / "whole.json")
-    letters(tmp_path / "random.json", dropout=0.9)
-    tokenizer = build_tokenizer("HFTokenizer", tmp_path / "random.json")
+def test_no_character_is_lost_and_no_token_is_random():
+    whole = letters("whole.json")
+    letters("random.json", dropout=0.9)
+    tokenizer = build_tokenizer("HFTokenizer", "random.json")
     assert tokenizer.encode_batch(["cabat"] * 50) == [whole.encode("cabat").ids] * 50
     assert len(whole.encode("cabot").ids) == 2, "the library leaves a letter out"
     with pytest.raises(UserError, match=r"has no token for 'o' and would leave it out - give a"):
         tokenizer.encode_batch(["cabat", "cabot"])
     assert json.loads(tokenizer.to_json()) == json.loads(whole.to_str())
-    letters(tmp_path / "unknown.json", unknown="a")
-    tokenizer = build_tokenizer("HFTokenizer", tmp_path / "unknown.json")
+    letters("unknown.json", unknown="a")
+    tokenizer = build_tokenizer("HFTokenizer", "unknown.json")
     assert tokenizer.encode("cabot") == [6, 2, 4]
-    Tokenizer(models.BPE({"<": 0, ">": 1, "<>": 2}, [("<", ">")])).save(str(tmp_path / "few.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<>"}')
+    Tokenizer(models.BPE({"<": 0, ">": 1, "<>": 2}, [("<", ">")])).save("few.json")
+    Path("tokenizer_config.json").write_text('{"eos_token": "<>"}')
     with pytest.raises(UserError, match=r"few\.json gives the text '<>' in a document the number"):
-        build_tokenizer("HFTokenizer", tmp_path / "few.json")
+        build_tokenizer("HFTokenizer", "few.json")
 
 
 # --- Bytes of tokens, for bits per byte ---
@@ -296,7 +296,7 @@ def total(tokenizer, text):
     return int(tokenizer.token_bytes()[tokenizer.encode(text)].sum())
 
 
-def pieces(tmp_path, *, byte_fallback):
+def pieces(*, byte_fallback):
     """A tokenizer.json as transformers makes it of a SentencePiece model."""
     vocab = {"<unk>": 0, "<s>": 1, END: 2}
     words = [*BYTES_OF_FALLBACK, "▁", "a", "b", "é", "▁a", "▁é"]
@@ -310,11 +310,11 @@ def pieces(tmp_path, *, byte_fallback):
     )
     inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback()])
     inner.add_special_tokens(["<unk>", "<s>", END])
-    inner.save(str(tmp_path / "pieces.json"))
-    return build_tokenizer("HFTokenizer", tmp_path / "pieces.json")
+    inner.save("pieces.json")
+    return build_tokenizer("HFTokenizer", "pieces.json")
 
 
-def test_the_tokens_of_a_text_have_its_bytes(folder, tmp_path):
+def test_the_tokens_of_a_text_have_its_bytes(folder):
     text = "".join(TEXTS).replace("\x00", "")
     kinds = built_of(folder)
     assert kinds["SPMTokenizer"].token_bytes() is None  # it normalises
@@ -322,19 +322,19 @@ def test_the_tokens_of_a_text_have_its_bytes(folder, tmp_path):
         assert total(kinds[kind], text) == len(text.encode())
         assert kinds[kind].token_bytes()[kinds[kind].eod] == 0
         assert kinds[kind].token_bytes().shape == (kinds[kind].vocab_size,)
-    tokenizer = pieces(tmp_path, byte_fallback=True)
+    tokenizer = pieces(byte_fallback=True)
     assert total(tokenizer, text) == len(f" {text}".encode())  # a space before each text
     inner = Tokenizer.from_file(str(folder / "whole" / "tokenizer.json"))
     inner.add_tokens([AddedToken("你好", normalized=False)])
     inner.add_special_tokens(["<|user|>"])
-    inner.save(str(tmp_path / "more.json"))
-    more = build_tokenizer("HFTokenizer", tmp_path / "more.json")
+    inner.save("more.json")
+    more = build_tokenizer("HFTokenizer", "more.json")
     assert more.token_bytes()[-2:].tolist() == [6, 0]
     assert total(more, text) == len(text.encode())
 
 
-def test_tokens_that_do_not_determine_their_text_have_no_count(folder, tmp_path):
-    assert pieces(tmp_path, byte_fallback=False).token_bytes() is None
+def test_tokens_that_do_not_determine_their_text_have_no_count(folder):
+    assert pieces(byte_fallback=False).token_bytes() is None
     removed = pre_tokenizers.Split(" ", "removed")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     for key, part in (
@@ -344,5 +344,5 @@ def test_tokens_that_do_not_determine_their_text_have_no_count(folder, tmp_path)
     ):
         inner = Tokenizer.from_file(str(folder / "whole" / "tokenizer.json"))
         setattr(inner, key, part)
-        inner.save(str(tmp_path / "changed.json"))
-        assert build_tokenizer("HFTokenizer", tmp_path / "changed.json").token_bytes() is None
+        inner.save("changed.json")
+        assert build_tokenizer("HFTokenizer", "changed.json").token_bytes() is None

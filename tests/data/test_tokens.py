@@ -41,9 +41,9 @@ def write_bytes(prefix, sequences, firsts, dtype=np.uint16, code=8):
     numbers = [np.array(lengths, np.int32), np.array(pointers, np.int64)]
     numbers.append(np.array(firsts, np.int64))
     index = header + b"".join(array.tobytes() for array in numbers)
-    prefix.with_name(prefix.name + ".idx").write_bytes(index)
+    Path(f"{prefix}.idx").write_bytes(index)
     content = b"".join(np.array(ids, dtype).tobytes() for ids in sequences)
-    prefix.with_name(prefix.name + ".bin").write_bytes(content)
+    Path(f"{prefix}.bin").write_bytes(content)
     return prefix
 
 
@@ -56,23 +56,23 @@ def same_bytes(first, second):
         assert Path(f"{first}{suffix}").read_bytes() == Path(f"{second}{suffix}").read_bytes()
 
 
-def test_the_reference_file_and_each_number_type_are_read_and_written_byte_for_byte(tmp_path):
+def test_the_reference_file_and_each_number_type_are_read_and_written_byte_for_byte():
     tokens = TokenFile.open(GOLDEN)
     assert (len(tokens), tokens.tokens, tokens.dtype, tokens.meta) == (600, 171109, np.uint16, {})
     assert (tokens.sizes.dtype, tokens.sizes.sum()) == (np.int32, 171109)
-    same_bytes(write(tmp_path / "again", documents_of(tokens)), GOLDEN)
+    same_bytes(write("again", documents_of(tokens)), GOLDEN)
     codes = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
     documents = [[1, 2, 3], [], [127]]
     for code, dtype in codes.items():
-        theirs = write_bytes(tmp_path / f"theirs{code}", documents, range(4), dtype, code)
+        theirs = write_bytes(f"theirs{code}", documents, range(4), dtype, code)
         assert TokenFile.open(theirs).dtype == dtype
         assert documents_of(TokenFile.open(theirs)) == documents
-        same_bytes(write(tmp_path / f"ours{code}", documents, dtype), theirs)
+        same_bytes(write(f"ours{code}", documents, dtype), theirs)
 
 
-def test_a_document_is_read_from_any_token_on_here_and_in_a_worker(tmp_path):
-    write(tmp_path / "c", [[1, 2, 3], [], [4, 5], np.arange(50_000)])
-    tokens = TokenFile.open(tmp_path / "c")
+def test_a_document_is_read_from_any_token_on_here_and_in_a_worker():
+    write("c", [[1, 2, 3], [], [4, 5], np.arange(50_000)])
+    tokens = TokenFile.open("c")
     pickled = pickle.dumps(tokens)
     assert len(pickled) < 1000
     for opened in (tokens, pickle.loads(pickled)):
@@ -83,78 +83,76 @@ def test_a_document_is_read_from_any_token_on_here_and_in_a_worker(tmp_path):
         assert opened.read(2, 1, 10).tolist() == [5]
 
 
-def test_documents_may_have_several_sequences_and_more_tokens_than_an_int32_counts(tmp_path):
+def test_documents_may_have_several_sequences_and_more_tokens_than_an_int32_counts():
     sequences = [[1, 2], [3], [], [4, 5, 6], [7]]
-    tokens = TokenFile.open(write_bytes(tmp_path / "c", sequences, [0, 2, 2, 4, 5]))
+    tokens = TokenFile.open(write_bytes("c", sequences, [0, 2, 2, 4, 5]))
     assert documents_of(tokens) == [[1, 2, 3], [], [4, 5, 6], [7]]
     # GPT-NeoX merges files without ending a document.
-    assert documents_of(TokenFile.open(write_bytes(tmp_path / "d", sequences, [0]))) == sequences
+    assert documents_of(TokenFile.open(write_bytes("d", sequences, [0]))) == sequences
 
     long = 2**31 - 1
     header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 1, 2, 2)
-    (tmp_path / "e.idx").write_bytes(header + struct.pack("<iiqqqq", long, 9, 0, long, 0, 2))
-    with (tmp_path / "e.bin").open("wb") as file:
+    Path("e.idx").write_bytes(header + struct.pack("<iiqqqq", long, 9, 0, long, 0, 2))
+    with Path("e.bin").open("wb") as file:
         file.seek(long + 3)
         file.write(bytes([1, 2, 3, 4, 5, 6]))
-    tokens = TokenFile.open(tmp_path / "e")
+    tokens = TokenFile.open("e")
     assert (tokens.sizes.dtype, tokens.sizes.tolist()) == (np.int64, [2**31 + 8])
     assert tokens.read(0, 2**31 + 4).tolist() == [3, 4, 5, 6]
 
 
-def test_a_damaged_index_is_recognised_wherever_the_damage_is(tmp_path, monkeypatch):
+def test_a_damaged_index_is_recognised_wherever_the_damage_is(monkeypatch):
     """Which message each field of the header has is asked of the command (tests/bad_inputs)."""
     for firsts in ((1, 3), (0, 2, 1, 3), (0, 1, 2, 4)):
-        write_bytes(tmp_path / "c", [[1, 2], [3], [4]], firsts)
+        write_bytes("c", [[1, 2], [3], [4]], firsts)
         with pytest.raises(UserError, match="its document index does not rise from 0 to the num"):
-            TokenFile.open(tmp_path / "c")
-    write_bytes(tmp_path / "c", [[]], [0, 1])
+            TokenFile.open("c")
+    write_bytes("c", [[]], [0, 1])
     with pytest.raises(UserError, match=r"c\.bin: has no tokens"):
-        TokenFile.open(tmp_path / "c")
+        TokenFile.open("c")
     monkeypatch.setattr(token_index, "PIECE", 2)
-    write_bytes(tmp_path / "c", [[1], [2], [3], [4], [5]], range(6))
-    whole = (tmp_path / "c.idx").read_bytes()
+    write_bytes("c", [[1], [2], [3], [4], [5]], range(6))
+    whole = Path("c.idx").read_bytes()
     for sequence in range(5):
         for place in (34 + 4 * sequence + 3, 34 + 5 * 4 + 8 * sequence):
             damaged = bytearray(whole)
             damaged[place] ^= 0x80
-            (tmp_path / "c.idx").write_bytes(damaged)
+            Path("c.idx").write_bytes(damaged)
             with pytest.raises(UserError, match=f"disagree: sequence {sequence} begins at byte"):
-                TokenFile.open(tmp_path / "c")
+                TokenFile.open("c")
 
 
-def test_a_flipped_byte_in_either_file_is_noticed(tmp_path):
-    write(tmp_path / "c", [[1, 2], [3]], meta={"corpus": "mine"})
-    contents = {suffix: (tmp_path / f"c.{suffix}").read_bytes() for suffix in ("bin", "idx")}
+def test_a_flipped_byte_in_either_file_is_noticed():
+    write("c", [[1, 2], [3]], meta={"corpus": "mine"})
+    contents = {suffix: Path(f"c.{suffix}").read_bytes() for suffix in ("bin", "idx")}
     sums = {suffix: hashlib.sha256(content).hexdigest() for suffix, content in contents.items()}
-    meta = TokenFile.open(tmp_path / "c").meta
+    meta = TokenFile.open("c").meta
     facts = {"corpus": "mine", "documents": 2, "tokens": 3, "sha256": sums}
     text = json.dumps(facts, sort_keys=True)
     assert meta == facts | {"checksum": f"{zlib.crc32(text.encode()):08x}"}
-    (tmp_path / "c.json").write_text(json.dumps(meta | {"text_bytes": 9}))
+    Path("c.json").write_text(json.dumps(meta | {"text_bytes": 9}))
     with pytest.raises(UserError, match=r"c\.json: does not agree with its checksum"):
-        TokenFile.open(tmp_path / "c")
-    (tmp_path / "c.json").write_text(json.dumps(meta))
+        TokenFile.open("c")
+    Path("c.json").write_text(json.dumps(meta))
     for suffix, whole in contents.items():
         for place in range(len(whole)):
             flipped = bytearray(whole)
             flipped[place] ^= 1
-            (tmp_path / f"c.{suffix}").write_bytes(flipped)
+            Path(f"c.{suffix}").write_bytes(flipped)
             with pytest.raises(UserError, match=r"c\.(bin|idx|json): "):
-                TokenFile.open(tmp_path / "c")
-        (tmp_path / f"c.{suffix}").write_bytes(whole)
-    assert verify(tmp_path / "c").endswith(
-        "c: 2 documents, 3 tokens are whole (sha256 and range of uint16)"
-    )
+                TokenFile.open("c")
+        Path(f"c.{suffix}").write_bytes(whole)
+    assert verify("c").endswith("c: 2 documents, 3 tokens are whole (sha256 and range of uint16)")
     assert verify(GOLDEN).endswith("are whole (range of uint16; PREFIX.json has no sha256)")
 
 
-def test_a_text_without_ends_of_documents_is_no_text_beside_another_index(tmp_path):
+def test_a_text_without_ends_of_documents_is_no_text_beside_another_index():
     for documents in ([[7, 8], [9, 0]], [[7, 0, 8], [9]], [[7, 0, 8], [9, 8, 0], [7, 0]]):
-        tokens = TokenFile.open(write(tmp_path / "c", documents, overwrite=True))
+        tokens = TokenFile.open(write("c", documents, overwrite=True))
         tokens.check_tokenizer(build_tokenizer("CharLevelTokenizer"))
 
 
-def test_the_tokenizer_that_wrote_a_file_is_told_from_another(tmp_path):
+def test_the_tokenizer_that_wrote_a_file_is_told_from_another():
     ours = build_tokenizer("CharLevelTokenizer")
     writer = {"type": "HFTokenizer", "hash": "123456789abc", "vocab_size": 4096}
     for documents, meta, message in (
@@ -162,34 +160,34 @@ def test_the_tokenizer_that_wrote_a_file_is_told_from_another(tmp_path):
         ([[1, 2]], {"tokenizer": writer | {"hash": ours.hash}}, None),
         ([[1, 2]], {"tokenizer": writer}, "written by HFTokenizer 123456789abc with a vocabulary"),
     ):
-        tokens = TokenFile.open(write(tmp_path / "c", documents, meta=meta, overwrite=True))
+        tokens = TokenFile.open(write("c", documents, meta=meta, overwrite=True))
         if message is None:
             tokens.check_tokenizer(ours)
             continue
         with pytest.raises(UserError, match=message):
             tokens.check_tokenizer(ours)
-    tokens = TokenFile.open(write(tmp_path / "c", [[512]], overwrite=True))
+    tokens = TokenFile.open(write("c", [[512]], overwrite=True))
     with pytest.raises(UserError, match="holds token 512, but the vocabulary ends at 511"):
         tokens.check_tokenizer(ours)
 
 
-def test_an_id_that_no_vocabulary_has_is_refused_in_a_worker_too(tmp_path):
-    write(tmp_path / "c", [[1, 2], [5, -1]], np.int32)
-    tokens = TokenFile.open(tmp_path / "c")
+def test_an_id_that_no_vocabulary_has_is_refused_in_a_worker_too():
+    write("c", [[1, 2], [5, -1]], np.int32)
+    tokens = TokenFile.open("c")
     for opened in (tokens, pickle.loads(pickle.dumps(tokens))):
         assert opened.read(1, 0, 1).tolist() == [5]
         with pytest.raises(UserError, match=r"c\.bin: document 1 holds token -1, but"):
             opened.read(1)
 
 
-def test_a_file_that_is_cut_while_it_is_read_is_an_error_and_no_signal(tmp_path):
-    tokens = TokenFile.open(write(tmp_path / "c", [np.arange(60_000)]))
-    os.truncate(tmp_path / "c.bin", 20)
+def test_a_file_that_is_cut_while_it_is_read_is_an_error_and_no_signal():
+    tokens = TokenFile.open(write("c", [np.arange(60_000)]))
+    os.truncate(Path("c.bin"), 20)
     with pytest.raises(UserError, match=r"c\.bin: was changed while it was read: it has 20 bytes"):
         tokens.read(0)
 
 
-def test_the_end_of_documents_is_found_and_a_single_document_needs_its_card(tmp_path):
+def test_the_end_of_documents_is_found_and_a_single_document_needs_its_card():
     card = {"tokenizer": {"hash": "a", "vocab_size": 512, "eod": 0}}
     for documents, meta, end in (
         ([[1, 0], [0], [2, 0]], {}, 0),
@@ -198,20 +196,20 @@ def test_the_end_of_documents_is_found_and_a_single_document_needs_its_card(tmp_
         ([[5, 6], [5, 7]], {}, None),
         ([[5, 6], [5, 6]], card, None),  # another token than the card names
     ):
-        write(tmp_path / "c", documents, meta=meta, overwrite=True)
-        assert TokenFile.open(tmp_path / "c").end_of_documents() == end
+        write("c", documents, meta=meta, overwrite=True)
+        assert TokenFile.open("c").end_of_documents() == end
 
 
-def test_a_fault_while_writing_leaves_the_old_file_and_nothing_else(tmp_path):
+def test_a_fault_while_writing_leaves_the_old_file_and_nothing_else():
     def interrupted():
         yield [1]
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write(tmp_path / "c", interrupted())
-    assert list(tmp_path.iterdir()) == []
-    write(tmp_path / "c", [[1, 2]], meta={"corpus": "old"})
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        write("c", interrupted())
+    assert list(Path().iterdir()) == []
+    write("c", [[1, 2]], meta={"corpus": "old"})
+    before = {path.name: path.read_bytes() for path in Path().iterdir()}
     for documents, overwrite, message in (
         ([[]], True, "no tokens to write"),
         ([[1], [70000]], True, "token 70000 does not fit uint16"),
@@ -219,9 +217,9 @@ def test_a_fault_while_writing_leaves_the_old_file_and_nothing_else(tmp_path):
         ([[1]], False, r"c\.idx: exists already - choose another name, or add --ov"),
     ):
         with pytest.raises(UserError, match=message):
-            write(tmp_path / "c", documents, overwrite=overwrite)
-        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-    tokens = TokenFile.open(write(tmp_path / "c", [[3]], overwrite=True))
+            write("c", documents, overwrite=overwrite)
+        assert {path.name: path.read_bytes() for path in Path().iterdir()} == before
+    tokens = TokenFile.open(write("c", [[3]], overwrite=True))
     assert (tokens.read(0).tolist(), tokens.meta) == ([3], {})
 
 
@@ -242,10 +240,10 @@ print(tokens.index.dtype.__name__, tokens.document_indices.tolist(), [i.tolist()
 
 
 @needs_core
-def test_megatron_core_reads_and_writes_the_same_files(tmp_path):
+def test_megatron_core_reads_and_writes_the_same_files():
     documents = [[1, 2, 3], [4, 5, 6], [127]]
     for dtype in ("uint16", "int32"):
-        ours, theirs = tmp_path / f"ours{dtype}", tmp_path / f"theirs{dtype}"
+        ours, theirs = Path(f"ours{dtype}"), Path(f"theirs{dtype}")
         write(ours, documents, dtype)
         # In a process of its own: its package has the name of ours.
         command = [sys.executable, "-W", "ignore", "-c", CORES, str(ours), str(theirs), dtype]

@@ -6,7 +6,7 @@ huggingface_hub brings the bytes, of other addresses too. What is left here is i
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -40,25 +40,28 @@ class Remote(NamedTuple):
     sha256: str | None = None
 
 
-def fetch(remote: Remote, path: Path, headers: Mapping[str, str] | None = None) -> None:
+def fetch(remote: Remote, path: Path, **headers: str) -> None:
     """Bring a file to its place.
 
     NAME.partial grows beside it. What an earlier process left of it is continued if size and sha256
     are known, which show a wrong joint.
-    headers: what the server wants to see
+    headers: more of the request's
     Raises DownloadFault with the reason, and UserError if the disk refuses.
     """
     from huggingface_hub.file_download import http_get  # here, because it takes long to import
 
     part = path.with_name(path.name + ".partial")
     can_go_on = remote.bytes is not None and remote.sha256 is not None
-    asked = {"Accept-Encoding": "identity"} | dict(headers or {})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         before = part.stat().st_size if can_go_on and part.is_file() else 0
         with part.open("ab" if before else "wb") as file:
             http_get(
-                remote.address, file, resume_size=before, headers=asked, expected_size=remote.bytes
+                remote.address,
+                file,
+                resume_size=before,
+                headers={"Accept-Encoding": "identity", **headers},
+                expected_size=remote.bytes,
             )
         can_go_on = False
         if remote.sha256 is None:  # without a sum, no web page may pass for the file
@@ -133,31 +136,26 @@ class Source(BaseModel):
         if self.hub is None:
             size = self.bytes if len(self.urls) == 1 else None
             return [Remote(url, _name_in(url), size, self.sha256) for url in self.urls]
-        described = self.model_dump(include=LISTED)
-        text = json.dumps(described, sort_keys=True)
+        listing: dict = {"source": self.model_dump(include=LISTED)}
+        text = json.dumps(listing["source"], sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()
         path = self.folder(downloads) / f"listing-{digest[:8]}.json"
         if path.is_file():
-            kept = json.loads(path.read_bytes())
-            return [Remote(**entry) for entry in kept["files"]]
+            return [Remote(**entry) for entry in json.loads(path.read_bytes())["files"]]
         try:
             remotes = self._ask_hub(self.hub)
         except Exception as fault:  # httpx has classes of its own
-            reason = in_words(fault)[:200]
-            raise DownloadFault(f"the hub does not answer: {reason}") from None
-        names = set()
-        for remote in remotes:
-            name = remote.name
+            raise DownloadFault(f"the hub does not answer: {in_words(fault)[:200]}") from None
+        names = [remote.name for remote in remotes]
+        for name in names:
             # A list from elsewhere may not name files outside.
             if not all(map(NAME.fullmatch, name.split("/"))):
                 raise DownloadFault(f"{self.title} lists {name!r}")
-            names.add(name)
-        if len(names) < len(remotes):
+        if len({*names}) < len(names):
             raise DownloadFault(f"{self.title} lists 'a name twice'")
-        if not remotes or self.count not in (None, len(remotes)):
-            raise DownloadFault(f"{self.title} lists {len(remotes)} files, not {self.count}")
-        files = [remote._asdict() for remote in remotes]
-        listing = {"source": described, "files": files}
+        if not names or self.count not in (None, len(names)):
+            raise DownloadFault(f"{self.title} lists {len(names)} files, not {self.count}")
+        listing["files"] = [remote._asdict() for remote in remotes]
         write_text(path, json.dumps(listing, indent=1) + "\n")
         return remotes
 
@@ -174,18 +172,14 @@ class Source(BaseModel):
                 return [Remote(self.base + path, path) for path in paths]
             return [Remote(path, _name_in(path)) for path in paths]
 
-        files: dict[str, RepoFile] = {}
-        for entry in HfApi().list_repo_tree(
-            name, recursive=True, revision=commit, repo_type="dataset"
-        ):
-            if isinstance(entry, RepoFile):
-                files[entry.path] = entry
+        tree = HfApi().list_repo_tree(name, recursive=True, revision=commit, repo_type="dataset")
+        files = {entry.path: entry for entry in tree if isinstance(entry, RepoFile)}
         remotes = []
         for path in matching(files, self.files):
             address = hf_hub_url(name, path, repo_type="dataset", revision=commit)
-            lfs = files[path].lfs
-            sha256 = self.sha256 or (lfs.sha256 if lfs else None)
-            remotes.append(Remote(address, path, files[path].size, sha256))
+            file = files[path]
+            sha256 = self.sha256 or (file.lfs.sha256 if file.lfs else None)
+            remotes.append(Remote(address, path, file.size, sha256))
         return remotes
 
 
@@ -210,13 +204,13 @@ def download(source: Source, remotes: Sequence[Remote], downloads: Path) -> list
                     f"{folder}: needs {in_bytes(needed)} and has {in_bytes(free)} free - free some"
                     " space, choose another disk with -d, or take less with --documents"
                 )
-            headers: Mapping[str, str] = {}
+            headers = {}
             if source.hub and not source.address_list:
                 from huggingface_hub.utils import build_hf_headers
 
                 headers = build_hf_headers()  # with the user's token, if there is one
             for remote in missing:
-                fetch(remote, folder / remote.name, headers)
+                fetch(remote, folder / remote.name, **headers)
     return [folder / remote.name for remote in remotes]
 
 
@@ -226,14 +220,10 @@ def matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
     A pattern fits the end of a path. Where none does, patterns lose their folders, so that files
     may have been copied anywhere; where one does, a file of another folder is another file.
     """
-    known = sorted(names)
+    names = sorted(names)
     without_folders = [pattern.rpartition("/")[2] for pattern in patterns]
-    for wanted in (patterns, without_folders):
-        found: dict[str, None] = {}
-        for pattern in wanted:
-            end = f"*/{pattern}"
-            fitting = [name for name in known if fnmatchcase(f"/{name}", end)]
-            found |= dict.fromkeys(fitting)
-        if found:
-            return list(found)
+    for ends in (patterns, without_folders):
+        matches = [name for end in ends for name in names if fnmatchcase(f"/{name}", f"*/{end}")]
+        if matches:
+            return list(dict.fromkeys(matches))
     return []

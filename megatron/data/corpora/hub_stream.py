@@ -4,7 +4,6 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from megatron.data.readers import Corpus, text_of
 from megatron.errors import UserError, in_words
@@ -23,7 +22,6 @@ class HubStream(Corpus):
         self,
         name: str,
         dataset: str,
-        *,
         split: str = "train",
         text_key: Sequence[str] = ("text",),
         config: str | None = None,
@@ -61,9 +59,9 @@ class HubStream(Corpus):
         except Exception as fault:  # datasets and the libraries for each kind of file have many
             raise self._unreadable(fault) from None
 
-    def sources(self) -> list[dict[str, Any]]:
+    def sources(self) -> list[dict]:
         """The data set with its commit, which fixes the text."""
-        entry: dict[str, Any] = {
+        entry = {
             "dataset": self.dataset,
             "split": self.split,
             "text_key": " or ".join(self.keys),

@@ -56,7 +56,7 @@ class Recipe(BaseModel):
     keep: dict[str, str] = {}
 
     @property
-    def wanted(self) -> str:
+    def file_names(self) -> str:
         """Some names of its files."""
         names = [name for source in self.sources for name in source.names]
         return " or ".join(list(dict.fromkeys([*names, *self.at_hand]))[:4])
@@ -97,11 +97,11 @@ def named(
     from_dir: take files from here, and download nothing
     documents: take so many at most, and download no more files than they need
     """
-    known = corpus_names()
-    if name not in known:
-        others = f"{did_you_mean(name, known)} Known are {', '.join(known)}".strip()
+    names = corpus_names()
+    if name not in names:
+        guess = f"{did_you_mean(name, names)} Known are {', '.join(names)}".strip()
         raise UserError(
-            f"{name}: there is no corpus of this name - {others}; for a data set of the"
+            f"{name}: there is no corpus of this name - {guess}; for a data set of the"
             " Hugging Face hub write hf:OWNER/NAME; for"
             f" your own text use --input FILE --name {name}"
         )
@@ -125,15 +125,11 @@ def listing() -> str:
         if name in WITHOUT_RECIPE:
             about = f"made here | {WITHOUT_RECIPE[name][1]} | no download"
         elif (recipe := read_recipe(name)).packages:
-            sizes = [package.bytes for package in recipe.packages.values()]
-            size = in_bytes(sum(sizes))
+            size = in_bytes(sum(package.bytes for package in recipe.packages.values()))
             about = f"{size} of text, made here | {recipe.about} | no download"
         else:
-            what = recipe.about
-            if recipe.is_not:
-                what += f"; not {recipe.is_not}"
-            tried = [f"{source.title} ({source.tried})" for source in recipe.sources]
-            sources = ", ".join(tried)
+            what = f"{recipe.about}; not {recipe.is_not}" if recipe.is_not else recipe.about
+            sources = ", ".join(f"{source.title} ({source.tried})" for source in recipe.sources)
             about = f"{recipe.size} | {what} | {sources}"
         lines.append(f"{name:{width}} | {about}")
     return "\n".join(lines)
@@ -207,7 +203,7 @@ class FromRecipe(Files):
         return UserError(
             f"{self.name}: no source can be used: {numbered} - start again where there is a network"
             " (what came is kept), or take files at hand: python prepare_data.py"
-            f" {self.name} --from-dir DIR, with {self.recipe.wanted} in it"
+            f" {self.name} --from-dir DIR, with {self.recipe.file_names} in it"
         )
 
 
@@ -234,17 +230,17 @@ def at_hand(name: str, recipe: Recipe, folder: Path) -> list[Path]:
                     f" ({str(source.sha256)[:12]}…) - copy it again"
                 )
         return [files[path] for path in names]
-    others = matching(files, recipe.at_hand)
-    if not others:
+    names = matching(files, recipe.at_hand)
+    if not names:
         raise UserError(
-            f"--from-dir: {folder} has no files of {name}, which are {recipe.wanted} - look for"
+            f"--from-dir: {folder} has no files of {name}, which are {recipe.file_names} - look for"
             f" them there, or prepare your own text: --input {folder} --name {name}"
         )
     log.warning(
         "%s: takes %d files whose names fit, from %s to %s; the recipe cannot check them",
-        *(name, len(others), files[others[0]], files[others[-1]]),
+        *(name, len(names), files[names[0]], files[names[-1]]),
     )
-    return [files[path] for path in others]
+    return [files[path] for path in names]
 
 
 def gpt2_files(data_dir: Path, from_dir: Path | None = None) -> list[Path]:
@@ -257,34 +253,35 @@ def gpt2_files(data_dir: Path, from_dir: Path | None = None) -> list[Path]:
     from megatron.config.yaml_files import read_file  # here, because torch comes with it
 
     paths = []
-    for known in read_file(GPT2)["files"]:
-        path = data_dir / known["name"]
+    for facts in read_file(GPT2)["files"]:
+        file = Remote("", facts["name"], facts["bytes"], facts["sha256"])
+        path = data_dir / file.name
         paths.append(path)
         if path.is_file():
-            if sha256_of(path) != known["sha256"]:
+            if sha256_of(path) != file.sha256:
                 log.warning("%s: is not GPT-2's own file; it is used as it is", path)
             continue
         if from_dir is None:
             reasons = []
             with owned_file(path, "-d"):
-                for url in known["urls"]:
+                for url in facts["urls"]:
                     try:
-                        fetch(Remote(url, path.name, known["bytes"], known["sha256"]), path)
+                        fetch(file._replace(address=url), path)
                         break
                     except DownloadFault as fault:
                         reasons.append(str(fault))
         else:
             reasons = [f"neither {from_dir} nor the folder above has GPT-2's own file"]
             folders = (from_dir, from_dir.resolve().parent)
-            names = (known["name"], *known["names"])
+            names = (file.name, *facts["names"])
             for copy in (folder / name for folder in folders for name in names):
-                if copy.is_file() and sha256_of(copy) == known["sha256"]:
+                if copy.is_file() and sha256_of(copy) == file.sha256:
                     with atomic_write(path) as temporary:
                         shutil.copyfile(copy, temporary)
         if not path.is_file():
             raise UserError(
                 f"{path}: cannot be had: {'; '.join(reasons)} - copy GPT-2's"
-                f" {' or '.join(known['names'])} there, give --vocab-file and --merge-file, or"
+                f" {' or '.join(facts['names'])} there, give --vocab-file and --merge-file, or"
                 " train a tokenizer on the text with --vocab-size"
             )
     return paths

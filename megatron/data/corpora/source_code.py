@@ -9,7 +9,6 @@ import hashlib
 import importlib.metadata
 import io
 import itertools
-import os
 import platform
 import random
 import re
@@ -20,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -51,8 +50,25 @@ class File(NamedTuple):
     content: bytes
 
 
-class StandardLibrary(Corpus):
-    """The source code of this Python's standard library, one document per file.
+class SourceCode(Corpus):
+    """One document per file, decoded as Python does; those that it cannot decode are counted."""
+
+    files: Iterable[File]
+
+    def documents(self) -> Iterator[str]:
+        """The text of each file."""
+        self.skips.clear()
+        for file in self.files:
+            try:
+                text = decoded(file.content)
+            except UNDECODABLE:
+                self.skips["not decoded"] += 1
+                continue
+            yield text
+
+
+class StandardLibrary(SourceCode):
+    """The source code of this Python's standard library.
 
     A split takes documents by their place, so they are mixed: in the order of names the valid part
     would be a few packages from the end of the alphabet. The order is the same everywhere.
@@ -61,41 +77,29 @@ class StandardLibrary(Corpus):
     def __init__(self, root: Path | None = None, limit: int | None = None):
         super().__init__("stdlib")
         self.root = root or Path(sysconfig.get_paths()["stdlib"])
-        files = []
-        for folder, folders, names in os.walk(self.root):
-            folders[:] = set(folders) - FOREIGN
-            files += [Path(folder, name) for name in names if name.endswith(".py")]
-        if not files:
+        paths = sorted(path for path in self.root.rglob("*.py") if not FOREIGN & {*path.parts})
+        if not paths:
             raise UserError(
                 f"stdlib: {self.root} has no .py files - use a Python that comes with its "
                 "library's source"
             )
-        files.sort()
-        random.Random(ORDER_SEED).shuffle(files)
-        self.files = files[:limit]
+        random.Random(ORDER_SEED).shuffle(paths)
+        self.paths = paths[:limit]
 
-    def documents(self) -> Iterator[str]:
-        """The text of each file, decoded as Python does."""
-        self.skips.clear()
-        for path in self.files:
-            try:
-                text = decoded(path.read_bytes())
-            except UNDECODABLE:
-                self.skips["not decoded"] += 1
-                continue
-            yield text
+    @property
+    def files(self) -> Iterator[File]:
+        for path in self.paths:
+            yield File(path.relative_to(self.root).as_posix(), path.read_bytes())
 
-    def sources(self) -> list[dict[str, Any]]:
+    def sources(self) -> list[dict]:
         """One entry, whose sha256 is over the names and contents of all files in their order."""
-        contents = [
-            File(one.relative_to(self.root).as_posix(), one.read_bytes()) for one in self.files
-        ]
+        files = list(self.files)
         entry = {
             "path": str(self.root),
             "python": platform.python_version(),
-            "files": len(contents),
-            "bytes": sum(len(file.content) for file in contents),
-            "sha256": digest_of(contents),
+            "files": len(files),
+            "bytes": sum(len(file.content) for file in files),
+            "sha256": digest_of(files),
         }
         return [entry]
 
@@ -117,15 +121,15 @@ class Repeats(Corpus):
 
     def documents(self) -> Iterator[str]:
         """200 words each, of one to three letters."""
-        drawn = random.Random(ORDER_SEED)
+        generator = random.Random(ORDER_SEED)
         for _ in range(REPEATS):
-            words: list[str] = []
-            for _ in range(drawn.choice(PERIODS)):
-                letters = drawn.choices(string.ascii_lowercase, k=drawn.randint(1, 3))
+            words = []
+            for _ in range(generator.choice(PERIODS)):
+                letters = generator.choices(string.ascii_lowercase, k=generator.randint(1, 3))
                 words.append("".join(letters))
             yield " ".join(itertools.islice(itertools.cycle(words), 200))
 
-    def sources(self) -> list[dict[str, Any]]:
+    def sources(self) -> list[dict]:
         digest = hashlib.sha256()
         for text in self.documents():
             digest.update(text.encode())
@@ -151,8 +155,8 @@ class Package(BaseModel):
     sha256: str
 
 
-class Environment(Corpus):
-    """A corpus of installed packages, one document per file.
+class Environment(SourceCode):
+    """A corpus of installed packages.
 
     Left out are: tests, copies of other projects, files that a program or a build wrote, files of
     less than 400 bytes, files that an earlier package has too, and files that Python cannot decode.
@@ -164,46 +168,45 @@ class Environment(Corpus):
         super().__init__(name)
         self.packages = packages
         faults = []
-        for package, fixed in packages.items():
+        for package, recipe in packages.items():
             try:
-                installed = public_version(package)
+                # without the name of a build: 2.13.0 for 2.13.0+cpu
+                installed, *_ = importlib.metadata.version(package).split("+")
             except importlib.metadata.PackageNotFoundError:
                 installed = "nothing"
-            if installed != fixed.version:
-                faults.append(f"{package} {fixed.version} is needed, {installed} is installed")
+            if installed != recipe.version:
+                faults.append(f"{package} {recipe.version} is needed, {installed} is installed")
         if faults:
             self._refuse("; ".join(faults))
-        documents: Counter[str] = Counter()
-        for fixed in packages.values():
-            documents[fixed.part] += fixed.documents
-        self.to_train_on = documents["train"]
-        self.about["split"] = f"{self.to_train_on},{documents['held_out']},0"
+        sizes = Counter()
+        for recipe in packages.values():
+            sizes[recipe.part] += recipe.documents
+        self.to_train_on = sizes["train"]
+        self.about["split"] = f"{sizes['train']},{sizes['held_out']},0"
 
     @cached_property
-    def files(self) -> dict[str, list[File]]:
-        """The documents of each package, checked against the recipe."""
-        files_of = documents_of(self.packages)
-        for package, fixed in self.packages.items():
-            digest = digest_of(files_of[package])
-            if digest != fixed.sha256:
+    def files(self) -> list[File]:
+        """The files of packages to train on, mixed; then of those held out, mixed.
+
+        They are checked against the recipe.
+        """
+        parts = {"train": [], "held_out": []}
+        for package, files in documents_of(self.packages).items():
+            recipe, digest = self.packages[package], digest_of(files)
+            if digest != recipe.sha256:
                 self._refuse(
-                    f"the files of {package} {fixed.version} are not those of the recipe (sha256"
-                    f" {digest[:12]}, not {fixed.sha256[:12]}): another build, or changed files"
+                    f"the files of {package} {recipe.version} are not those of the recipe (sha256"
+                    f" {digest[:12]}, not {recipe.sha256[:12]}): another build, or changed files"
                 )
-        return files_of
-
-    def documents(self) -> Iterator[str]:
-        """The text of each file: packages to train on, mixed; then those held out, mixed."""
-        for part in ("train", "held_out"):
-            packages = [name for name, fixed in self.packages.items() if fixed.part == part]
-            files = sorted(file for name in packages for file in self.files[name])
+            parts[recipe.part] += files
+        for files in parts.values():
+            files.sort()
             random.Random(ORDER_SEED).shuffle(files)
-            for file in files:
-                yield decoded(file.content)
+        return parts["train"] + parts["held_out"]
 
-    def sources(self) -> list[dict[str, Any]]:
+    def sources(self) -> list[dict]:
         """One entry for each package."""
-        return [{"package": name} | fixed.model_dump() for name, fixed in self.packages.items()]
+        return [{"package": name} | recipe.model_dump() for name, recipe in self.packages.items()]
 
     def _refuse(self, what: str) -> None:
         raise UserError(
@@ -217,28 +220,27 @@ def documents_of(packages: Iterable[str]) -> dict[str, list[File]]:
 
     Of files that are equal only the first is kept.
     """
-    known: set[bytes] = set()
-    documents: dict[str, list[File]] = {}
+    contents = set()
+    documents = {}
     for package in packages:
         documents[package] = []
         for path in sorted(importlib.metadata.files(package) or [], key=PurePosixPath.as_posix):
             name = path.name
             is_source = path.suffix == ".py" and path.parts[0] != ".."
             is_test = name.startswith("test_") or name.endswith("_test.py") or name == "conftest.py"
-            elsewhere = set(path.parts[:-1]) & (TEST_FOLDERS | COPIES | OF_ONE_PYTHON)
+            elsewhere = {*path.parts[:-1]} & (TEST_FOLDERS | COPIES | OF_ONE_PYTHON)
             if not is_source or is_test or elsewhere or name in OF_A_BUILD:
                 continue
             content = Path(str(path.locate())).read_bytes()
-            if len(content) < SHORTEST or WRITTEN_BY_A_PROGRAM.search(content[:BEGINNING]):
+            is_written = WRITTEN_BY_A_PROGRAM.search(content[:BEGINNING])
+            if len(content) < SHORTEST or is_written or content in contents:
                 continue
             try:
                 decoded(content)
             except UNDECODABLE:
                 continue
-            digest = hashlib.sha256(content).digest()
-            if digest not in known:
-                known.add(digest)
-                documents[package].append(File(path.as_posix(), content))
+            contents.add(content)
+            documents[package].append(File(path.as_posix(), content))
     return documents
 
 
@@ -248,8 +250,3 @@ def digest_of(files: Iterable[tuple[str, bytes]]) -> str:
     for name, content in files:
         digest.update(f"{name} {hashlib.sha256(content).hexdigest()}\n".encode())
     return digest.hexdigest()
-
-
-def public_version(package: str) -> str:
-    """The version without the name of a build: 2.13.0 for 2.13.0+cpu."""
-    return importlib.metadata.version(package).split("+")[0]

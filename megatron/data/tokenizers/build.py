@@ -1,7 +1,6 @@
 """The kinds of tokenizers, by the names that GPT-NeoX gives them."""
 
 import base64
-import contextlib
 import hashlib
 import json
 from collections.abc import Sequence
@@ -31,27 +30,22 @@ from megatron.errors import UserError, did_you_mean
 from megatron.files import ROOT
 
 
-class Bytes:
+class Bytes(Tokenizer):
     """The bytes of UTF-8: a vocabulary of 512 although there are 256 bytes; 0 ends a document."""
 
     name = "CharLevelTokenizer"
     vocab_size = 512
     eod = 0
-    unknown = None
     cuttable = True
-    by_words = False
     hash = hashlib.sha256(b"CharLevelTokenizer 512").hexdigest()[:12]
 
     def token_bytes(self) -> NDArray[np.int64]:
-        is_byte = np.arange(self.vocab_size) < 256
-        is_byte[self.eod] = False
-        return is_byte.astype(np.int64)
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
+        counts = np.zeros(self.vocab_size, np.int64)
+        counts[1:256] = 1
+        return counts
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
+        return [list(text.encode()) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(byte for byte in ids if byte < 256).decode(errors="replace")
@@ -80,7 +74,7 @@ def published_ranks() -> dict[str, PublishedRanks]:
     return {name: PublishedRanks(**row) for name, row in rows.items()}
 
 
-class Ranks:
+class Ranks(Tokenizer):
     """The tokenizer of PATTERN.tiktoken, as published, or of your own NAME.PATTERN.tiktoken.
 
     tiktoken fetches such files from a network by their names; here nothing is fetched. In a file of
@@ -89,27 +83,25 @@ class Ranks:
     """
 
     name = "TiktokenTokenizer"
-    by_words = False
-    unknown = None
 
     def __init__(self, path: Path) -> None:
         stem = path.name.removesuffix(".tiktoken")
         is_own, _, pattern = stem.rpartition(".")
-        known = published_ranks()
-        if stem == path.name or pattern not in known:
+        known_patterns = published_ranks()
+        published = known_patterns.get(pattern)
+        if stem == path.name or published is None:
             raise UserError(
                 f"vocab_file: the name of {path} does not say its pattern, and nothing is fetched -"
                 " give PATTERN.tiktoken as published, or your own mine.PATTERN.tiktoken, of one of"
-                f" {', '.join(known)}"
+                f" {', '.join(known_patterns)}"
             )
-        published = known[pattern]
         content = read_bytes(path, "vocab_file")
         if not is_own and hashlib.sha256(content).hexdigest() != published.sha256:
             raise UserError(
                 f"vocab_file: {path} is not the file that was published under that name - copy it"
                 f" again, or call a vocabulary of your own mine.{path.name}"
             )
-        ranks: dict[bytes, int] = {}
+        ranks = {}
         with naming_faults(f"vocab_file: {path} is not a file of ranks", "copy it again"):
             for line in filter(None, content.splitlines()):
                 token, rank = line.split()
@@ -123,32 +115,27 @@ class Ranks:
             self.vocab_size = self.eod + 1
         # The hash names the pattern too: the same ranks with another one give other ids.
         self.hash = hash_of(content, published.pattern)
-        self.cuttable = (
-            published.pattern == known["gpt2"].pattern
-        )  # for which `pieces` knows where to cut
+        # `pieces` knows where to cut for GPT-2's pattern.
+        self.cuttable = published.pattern == known_patterns["gpt2"].pattern
         self._inner = tiktoken.Encoding(
             stem,
             pat_str=published.pattern,
             mergeable_ranks=ranks,
             special_tokens={END_OF_DOCUMENT: self.eod},
         )
-
-    def encode(self, text: str) -> list[int]:
-        return self._inner.encode_ordinary(text)
+        # The embedding may have more rows than there are tokens.
+        self._bytes = {rank: token for token, rank in ranks.items()}
+        self._bytes[self.eod] = END_OF_DOCUMENT.encode()
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return self._inner.encode_ordinary_batch(list(texts), num_threads=encoding_threads())
 
-    def _bytes_of(self, number: int) -> bytes:
-        with contextlib.suppress(KeyError):
-            return self._inner.decode_single_token_bytes(number)
-        return b""  # the embedding has more rows than there are tokens
-
     def decode(self, ids: Sequence[int]) -> str:
-        return b"".join(self._bytes_of(int(number)) for number in ids).decode(errors="replace")
+        tokens = (self._bytes.get(int(number), b"") for number in ids)
+        return b"".join(tokens).decode(errors="replace")
 
     def token_bytes(self) -> NDArray[np.int64]:
-        counts = np.array([len(self._bytes_of(number)) for number in range(self.vocab_size)])
+        counts = np.array([len(self._bytes.get(number, b"")) for number in range(self.vocab_size)])
         counts[self.eod] = 0
         return counts
 
@@ -156,18 +143,17 @@ class Ranks:
 # --- SentencePiece ---
 
 
-class SentencePieces:
+class SentencePieces(Tokenizer):
     """The tokenizer of a SentencePiece model, without begin and end of a sentence.
 
     <|endoftext|> ends a document where the model has it, else its end of a sentence, usually </s>.
-    Most models normalise the text (NFKC, spaces), so `decode` gives back the normalised one. Pieces
-    reach over spaces, so no cut of a long text is known to be safe.
+    Most models normalise the text (NFKC, spaces): `decode` gives back the normalised one, and
+    pieces do not say how many bytes they are. They reach over spaces, so no cut of a long text is
+    known to be safe.
     UserError for a model without an end and for files that are not models.
     """
 
     name = "SPMTokenizer"
-    by_words = False
-    cuttable = False
 
     def __init__(self, path: Path) -> None:
         content = read_bytes(path, "vocab_file")
@@ -190,24 +176,18 @@ class SentencePieces:
         self.vocab_size = self._inner.get_piece_size()
         self.unknown = self._inner.unk_id()
 
-    def encode(self, text: str) -> list[int]:
-        return self._inner.encode(text)
-
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return self._inner.encode(list(texts), num_threads=encoding_threads())
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._inner.decode([int(number) for number in ids if number < self.vocab_size])
 
-    def token_bytes(self) -> None:
-        """Most models change texts, so their pieces do not say it."""
-
     @property
     def end_of_document(self) -> str:
         return self._inner.id_to_piece(self.eod)
 
     @property
-    def begin_of_text(self) -> dict[str, Any]:
+    def begin_of_text(self) -> dict:
         """bos and bos_token of checkpoint.json: its begin of a sentence; {} if it has none."""
         number = self._inner.bos_id()
         return {} if number < 0 else {"bos": number, "bos_token": self._inner.id_to_piece(number)}
@@ -245,10 +225,8 @@ def build_tokenizer(
             f"tokenizer_type: there is no '{kind}' - {guess} There are {', '.join(KINDS)}"
         )
     build, files = KINDS[kind]
-    given = {"vocab_file": vocab_file, "merge_file": merge_file}
     paths = []
-    for key, what in files.items():
-        path = given[key]
+    for (key, what), path in zip(files.items(), (vocab_file, merge_file), strict=False):
         if not path:
             raise UserError(f"{key}: {kind} needs one - give the path of its {what}")
         paths.append(Path(path))

@@ -7,7 +7,6 @@ tokenizer.json, or a folder that holds one.
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tokenizers
@@ -17,6 +16,7 @@ from tokenizers import ByteLevelBPETokenizer, models, pre_tokenizers
 from megatron.data.tokenizers.tokenizer import (
     BREAK,
     END_OF_DOCUMENT,
+    Tokenizer,
     as_json,
     check_numbers,
     hash_of,
@@ -39,32 +39,29 @@ MARKS_SPACES = (
 )
 
 
-class Subwords:
+class Subwords(Tokenizer):
     """A tokenizer of the Hugging Face `tokenizers` library."""
 
     def __init__(self, name: str, inner: tokenizers.Tokenizer, eod: int, fingerprint: str):
         # A tokenizer.json may ask for these. Documents are never cut or padded here.
         inner.no_truncation()
         inner.no_padding()
+        inner.encode_special_tokens = True  # a document never contains its own end
         if isinstance(inner.model, models.BPE):
             inner.model.dropout = None  # with it ids are random
         parts = json.loads(inner.to_str())
         unknown = parts["model"].get("unk_token")
+        self.unknown = inner.token_to_id(unknown) if unknown else parts["model"].get("unk_id")
         self.name = name
         self.eod = eod
-        self.unknown = inner.token_to_id(unknown) if unknown else parts["model"].get("unk_id")
         self.hash = fingerprint
         self.cuttable = _cuts_are_safe(parts)
         # Special tokens are not looked for in documents; others may stand across words.
-        across_words = [token for token in parts["added_tokens"] if not token["special"]]
+        across_words = not all(token["special"] for token in parts["added_tokens"])
         after = parts["post_processor"] or {"type": "ByteLevel"}
         self.by_words = self.cuttable and after["type"] == "ByteLevel" and not across_words
         self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values()) + 1
-        inner.encode_special_tokens = True  # a document never contains its own end
         self._inner = inner
-
-    def encode(self, text: str) -> list[int]:
-        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text; the library works on all cores (RAYON_NUM_THREADS limits it).
@@ -106,32 +103,30 @@ class Subwords:
         composed text.
         """
         parts = json.loads(self.to_json())
-        model = parts["model"]
+        model, added = parts["model"], parts["added_tokens"]
         normalizers = _steps(parts["normalizer"], "normalizers")
         splits = _steps(parts["pre_tokenizer"], "pretokenizers")
-        added = parts["added_tokens"]
-        faults = [model["type"] not in ("BPE", "Unigram")]
-        faults += [
-            step["type"] not in SPLITS or step.get("behavior") == "Removed" for step in splits
-        ]
-        faults += [(token["lstrip"] or token["rstrip"]) and not token["special"] for token in added]
+        vocab = self._inner.get_vocab(with_added_tokens=True)
         byte_level = [step for step in splits if step["type"] == "ByteLevel"]
         if byte_level:
-            faults += [step.get("add_prefix_space") for step in byte_level]
-            faults += [step["type"] != "NFC" for step in normalizers]
-            of_token = len  # one character for each byte
+            changes_text = any(step.get("add_prefix_space") for step in byte_level)
+            changes_text |= any(step["type"] != "NFC" for step in normalizers)
+            bytes_of = len  # one character for each byte
         else:
-            known = self._inner.get_vocab(with_added_tokens=False)
-            faults.append(not model.get("byte_fallback"))
-            faults.append(not known.keys() >= set(BYTES_OF_FALLBACK))
-            faults += [step not in MARKS_SPACES for step in normalizers]
-            faults += [step.get("replacement", METASPACE) != METASPACE for step in splits]
-            of_token = bytes_of_piece
-        if any(faults):
+            pieces = self._inner.get_vocab(with_added_tokens=False).keys()
+            has_bytes = model.get("byte_fallback") and pieces >= {*BYTES_OF_FALLBACK}
+            changes_text = not has_bytes or any(step not in MARKS_SPACES for step in normalizers)
+            changes_text |= any(step.get("replacement", METASPACE) != METASPACE for step in splits)
+            bytes_of = bytes_of_piece
+        loses_text = any(
+            step["type"] not in SPLITS or step.get("behavior") == "Removed" for step in splits
+        )
+        strips = any((new["lstrip"] or new["rstrip"]) and not new["special"] for new in added)
+        if changes_text or loses_text or strips or model["type"] not in ("BPE", "Unigram"):
             return None
         counts = np.zeros(self.vocab_size, dtype=np.int64)
-        for token, number in self._inner.get_vocab(with_added_tokens=True).items():
-            counts[number] = of_token(token)
+        for token, number in vocab.items():
+            counts[number] = bytes_of(token)
         for token in added:  # these are written as they are
             counts[token["id"]] = 0 if token["special"] else len(token["content"].encode())
         counts[self.eod] = 0
@@ -145,7 +140,7 @@ class Subwords:
         return token
 
     @property
-    def begin_of_text(self) -> dict[str, Any]:
+    def begin_of_text(self) -> dict:
         """bos and bos_token of checkpoint.json: what its files put before a text; or {}."""
         with naming_faults("vocab_file: cannot encode 'a'", "give a tokenizer that has it"):
             text = self._inner.encode("a")
@@ -161,7 +156,7 @@ class Subwords:
         return json.dumps(content, ensure_ascii=False)
 
 
-def _cuts_are_safe(parts: dict[str, Any]) -> bool:
+def _cuts_are_safe(parts: dict) -> bool:
     """Whether a tokenizer.json gives a text that `pieces` cuts the ids of the whole text.
 
     So it is for byte-level BPE with GPT-2's pattern: there no token joins what is no space to a
@@ -170,27 +165,21 @@ def _cuts_are_safe(parts: dict[str, Any]) -> bool:
     """
     before = parts["pre_tokenizer"] or {}
     is_gpt2 = before.get("type") == "ByteLevel" and before.get("use_regex", True)
-    normalizer = (parts["normalizer"] or {"type": None})["type"]
-    if not is_gpt2 or before.get("add_prefix_space") or normalizer not in (None, "NFC"):
+    normalizer = parts["normalizer"] or {"type": "NFC"}
+    if not is_gpt2 or before.get("add_prefix_space") or normalizer["type"] != "NFC":
         return False
-    if parts["model"]["type"] != "BPE":
-        return False
-    return all(
-        token["special"]
-        or (
-            not (token["lstrip"] or token["rstrip"] or token["single_word"])
-            and not BREAK.search(token["content"])
-        )
+    looks_around = ("lstrip", "rstrip", "single_word")
+    return parts["model"]["type"] == "BPE" and not any(
+        BREAK.search(token["content"]) or any(map(token.get, looks_around))
         for token in parts["added_tokens"]
+        if not token["special"]
     )
 
 
-def _steps(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
+def _steps(part: dict | None, key: str) -> list[dict]:
     """The steps of a part of a tokenizer.json: those of a Sequence one by one."""
-    if part is None:
-        return []
-    if part["type"] != "Sequence":
-        return [part]
+    if part is None or part["type"] != "Sequence":
+        return [part] if part else []
     return [step for inner in part[key] for step in _steps(inner, key)]
 
 
@@ -240,9 +229,6 @@ def hugging_face(path: Path) -> Subwords:
                 " and merges.txt are read by tokenizer_type: GPT2BPETokenizer"
             )
         path = path / WHOLE
-    settings = {}
-    if (path.parent / BESIDE).is_file():
-        settings = as_json(read_text(path.parent / BESIDE, "vocab_file")) or {}
     text = read_text(path, "vocab_file")
     content = as_json(text)
     if content is None or not isinstance(content.get("model"), dict):
@@ -256,29 +242,30 @@ def hugging_face(path: Path) -> Subwords:
     )
     with naming_faults(*reading):
         inner = tokenizers.Tokenizer.from_str(text)
-    check_numbers(list(set(inner.get_vocab(with_added_tokens=True).values())), path)
+    vocab = inner.get_vocab(with_added_tokens=True)
+    check_numbers(list({*vocab.values()}), path)
 
-    end = END_OF_DOCUMENT
-    fingerprint = hash_of(text)
-    if inner.token_to_id(end) is None:
-        named = settings.get("eos_token")
-        if isinstance(named, dict):
-            named = named.get("content")
-        end = named if isinstance(named, str) else ""
+    end, fingerprint = END_OF_DOCUMENT, hash_of(text)
+    if end not in vocab:
+        beside = path.with_name(BESIDE)
+        settings = beside.is_file() and as_json(read_text(beside, "vocab_file"))
+        end = (settings or {}).get("eos_token")
+        if isinstance(end, dict):
+            end = end.get("content")
+        end = end if isinstance(end, str) else ""
         fingerprint = hash_of(text, end)
-    eod = inner.token_to_id(end)
+    eod = vocab.get(end)
     if eod is None:
         raise UserError(
             f"vocab_file: {path} has no {END_OF_DOCUMENT}, which ends every document, and no "
             f"eos_token of {BESIDE} beside it - add it to its special tokens, or copy that file too"
         )
-    added = inner.get_added_tokens_decoder().get(eod)
-    if added is not None and not added.special:
-        # Tokens that are not special are looked for in documents: each could contain its own end.
-        for token in content["added_tokens"]:
-            token["special"] = token["special"] or token["id"] == eod
-        with naming_faults(*reading):
-            inner = tokenizers.Tokenizer.from_str(json.dumps(content))
+    for token in content.get("added_tokens", []):
+        if token["id"] == eod and not token["special"]:
+            # Those are looked for in documents: each could contain its own end.
+            token["special"] = True
+            with naming_faults(*reading):
+                inner = tokenizers.Tokenizer.from_str(json.dumps(content))
     built = Subwords("HFTokenizer", inner, eod, fingerprint)
     if eod in built.encode(f"one {end} two{end}three"):
         raise UserError(

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,15 +28,13 @@ BREAK = re.compile(r"\S(?=[ \n])")
 SOLID = frozenset("LNPS")
 
 
-class Tokenizer(Protocol):
+class Tokenizer:
     """Text to ids and back.
 
     eod: the id that ends a document; hash: names the contents; vocab_size: the highest id + 1
     unknown: the id of what the vocabulary lacks, or None if it lacks nothing
     cuttable: texts that are cut by `pieces` have the same ids, one after another
     by_words: so have texts that are cut into words by GPT-2's pattern
-    token_bytes(): UTF-8 bytes of the text of each id, [vocab_size] int64, 0 for special tokens, or
-        None if tokens do not say it
 
     Special strings in a text, such as <|endoftext|>, are text: `encode` never gives eod, except for
     a NUL as a byte of CharLevelTokenizer, as in GPT-NeoX.
@@ -47,19 +44,30 @@ class Tokenizer(Protocol):
     hash: str
     vocab_size: int
     eod: int
-    cuttable: bool
-    by_words: bool
+    unknown: int | None = None
+    cuttable = False
+    by_words = False
 
-    @property
-    def unknown(self) -> int | None: ...
+    def encode(self, text: str) -> list[int]:
+        """The ids of one text."""
+        return self.encode_batch([text])[0]
 
-    def encode(self, text: str) -> list[int]: ...
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
-    def token_bytes(self) -> NDArray[np.int64] | None: ...
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text."""
+        raise NotImplementedError
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids; those without a token have none."""
+        raise NotImplementedError
+
+    def token_bytes(self) -> NDArray[np.int64] | None:
+        """UTF-8 bytes of the text of each id, [vocab_size] int64; special tokens have none.
+
+        None if tokens do not say it.
+        """
 
 
-def description(tokenizer: Tokenizer) -> dict[str, Any]:
+def description(tokenizer: Tokenizer) -> dict:
     """The entry of checkpoint.json and of PREFIX.json about a tokenizer."""
     return {
         "type": tokenizer.name,
@@ -74,10 +82,9 @@ def encoding_threads() -> int:
 
     `prepare_data.py --workers` sets it.
     """
-    wanted = os.environ.get("RAYON_NUM_THREADS", "")
-    if wanted.isdecimal() and int(wanted) > 0:
-        return int(wanted)
-    return len(os.sched_getaffinity(0))
+    threads = os.environ.get("RAYON_NUM_THREADS", "")
+    limit = int(threads) if threads.isdecimal() else 0
+    return limit or len(os.sched_getaffinity(0))
 
 
 def pieces(text: str, *, where: str, cuttable: bool = True, size: int = PIECE) -> Iterator[str]:
@@ -88,16 +95,11 @@ def pieces(text: str, *, where: str, cuttable: bool = True, size: int = PIECE) -
     """
     cuts = [0]
     start = size
-    while cuttable and start < len(text):
-        match = BREAK.search(text, start - 1)
-        if match is None:
-            break
-        start = match.end()
+    while cuttable and start < len(text) and (match := BREAK.search(text, start - 1)):
+        start = match.end() + 1
         if unicodedata.category(match[0])[0] in SOLID:
-            cuts.append(start)
-            start += size
-        else:
-            start += 1
+            cuts.append(match.end())
+            start = match.end() + size
     cuts.append(len(text))
     longest = max(end - start for start, end in pairwise(cuts))
     if longest > UNBROKEN:
@@ -159,7 +161,7 @@ def read_text(path: Path, key: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def as_json(text: str) -> dict[str, Any] | None:
+def as_json(text: str) -> dict | None:
     """A mapping in JSON, or None for anything else."""
     try:
         content = json.loads(text)
@@ -172,8 +174,8 @@ def hash_of(*contents: str | bytes) -> str:
     """12 hex digits for the contents of a tokenizer's files."""
     digest = hashlib.sha256()
     for content in contents:
-        part = content.encode() if isinstance(content, str) else content
-        digest.update(hashlib.sha256(part).digest())
+        encoded = content.encode() if isinstance(content, str) else content
+        digest.update(hashlib.sha256(encoded).digest())
     return digest.hexdigest()[:12]
 
 
@@ -182,8 +184,8 @@ def check_numbers(numbers: Sequence[int], path: Path) -> None:
 
     The highest number decides the rows of the embedding.
     """
-    are_ids = all(type(number) is int and number >= 0 for number in numbers)
-    if not are_ids or len(set(numbers)) < len(numbers):
+    ids = {number for number in numbers if type(number) is int and number >= 0}
+    if len(ids) < len(numbers):
         raise UserError(
             f"vocab_file: {path} does not give every token its own number - it is damaged, copy it"
             " again"
