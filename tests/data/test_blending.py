@@ -29,14 +29,14 @@ def corpora(tmp_path_factory):
     ranges = {}
     for case in EXPECTED["blends"]:
         ranges |= case["corpora"]
-    found = {}
+    files = {}
     for name, (first, stop) in ranges.items():
         prefix = tmp_path_factory.mktemp(name) / name
         with TokenWriter(prefix, np.uint16) as writer:
             for document in range(first, stop):
                 writer.add(whole.read(document))
-        found[name] = TokenFile.open(prefix)
-    return found
+        files[name] = TokenFile.open(prefix)
+    return files
 
 
 @pytest.mark.parametrize("case", EXPECTED["blends"], ids=lambda case: case["name"])
@@ -53,9 +53,9 @@ def test_blends_are_those_of_the_reference_token_for_token(corpora, case):
         for tokens, count in zip(files, counts, strict=True)
     ]
     blend = Blend(samples, weights)
-    assert (len(blend), [len(one) for one in samples]) == (case["len"], case["lens"])
-    kept = np.load(GOLDEN / "blends.npz")[case["name"]]
-    for number, expected in zip(case["kept"], kept, strict=True):
+    assert (len(blend), list(map(len, samples))) == (case["len"], case["lens"])
+    golden = np.load(GOLDEN / "blends.npz")[case["name"]]
+    for number, expected in zip(case["kept"], golden, strict=True):
         np.testing.assert_array_equal(blend[number], expected)
     whole = np.stack([blend[number] for number in range(len(blend))])
     assert hashlib.sha256(whole.tobytes()).hexdigest() == case["sha256_of_all_as_int64"]

@@ -71,10 +71,10 @@ def test_what_is_wrong_is_one_reason_and_no_file(server, remote):
         (unknown, Shown(b" <!DOCTYPE html><html>"), r"the answer is a web page"),
         (unknown, Shown(b"abc", length=9), r"/a\.bin: "),
     ]
-    for wanted, shown, reason in cases:
+    for file, shown, reason in cases:
         server.files["/a.bin"] = shown
         with pytest.raises(DownloadFault, match=reason) as raised:
-            fetch(wanted, Path("a.bin"))
+            fetch(file, Path("a.bin"))
         assert "\n" not in str(raised.value)
         assert not Path("a.bin").exists()
     Path("file").write_text("")

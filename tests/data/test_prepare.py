@@ -199,14 +199,14 @@ def test_parts_are_merged_to_the_bytes_of_one_run_and_finished_ones_are_kept(tex
 
 def test_parts_that_make_no_sense_are_refused(text):
     before = everything()
-    of_characters = ["-t", "CharLevelTokenizer", "--part"]
+    characters = ["-t", "CharLevelTokenizer", "--part"]
     for part in ("0/2", "3/2", "2", "one/2", "1/0", "-1/2"):
         with pytest.raises(UserError, match="is no part - write --part 2/4"):
             own(text, "data", "-t", "CharLevelTokenizer", f"--part={part}")
     with pytest.raises(
         UserError, match=r"--part: 2 parts need as many files, .* has 1 - take fewer"
     ):
-        own(text, "data", *of_characters, "1/2")
+        own(text, "data", *characters, "1/2")
     with pytest.raises(UserError, match="--part: each part would train another tokenizer - train"):
         own(text, "data", "--part", "1/1")
     for words, message in {

@@ -81,7 +81,7 @@ def test_every_shipped_recipe_has_a_data_file_and_claims_nothing_that_was_not_tr
         assert read_recipe(name).keep.keys() == {"meta.pile_set_name"}
         assert "do not compare with KERPLE's table" in read_recipe(f"{name}-redpajama").is_not
     gpt2 = yaml.safe_load(recipes.GPT2.read_text())["files"]
-    facts = [(one["bytes"], one["sha256"][:8], one["sha256"][-4:]) for one in gpt2]
+    facts = [(file["bytes"], file["sha256"][:8], file["sha256"][-4:]) for file in gpt2]
     assert facts == [(1_042_301, "19613966", "6783"), (456_318, "1ce16647", "adc5")]  # OpenAI's
 
 
@@ -102,7 +102,7 @@ def test_files_are_downloaded_once_and_shared_and_the_card_names_the_recipe(serv
     card = TokenFile.open("data/mine/mine_text_document").meta
     digest = hashlib.sha256(recipes.recipe_path("mine").read_bytes()).hexdigest()
     assert card["recipe"] == {"name": "mine", "sha256": digest}
-    sums = [hashlib.sha256(one.content).hexdigest() for one in server.files.values()]
+    sums = [hashlib.sha256(shown.content).hexdigest() for shown in server.files.values()]
     assert [source["sha256"] for source in card["sources"]] == sums
     server.asked.clear()
     assert run(words).startswith("already prepared\n")
@@ -112,8 +112,8 @@ def test_files_are_downloaded_once_and_shared_and_the_card_names_the_recipe(serv
     again = write([urls(server, "/a.jsonl", "/b.jsonl")], keep={"meta.pile_set_name": "Github"})
     assert list(again.documents()) == ["b one"]
     assert server.asked == []
-    kept = Path("data/download/127.0.0.1")
-    assert sorted(os.listdir(kept)) == ["a.jsonl", "b.jsonl"]
+    downloads = Path("data/download/127.0.0.1")
+    assert sorted(os.listdir(downloads)) == ["a.jsonl", "b.jsonl"]
 
 
 def test_the_next_source_is_taken_and_where_none_is_left_each_reason_is_said(server, write, caplog):
@@ -191,10 +191,10 @@ def test_a_copy_of_a_whole_data_set_gives_the_files_of_the_recipes_folder(caplog
     Path("00.jsonl.zst").touch()  # of the Pile
     with pytest.raises(UserError, match=r"--from-dir: .* has no files of openwebtext2, which are"):
         at_hand("openwebtext2", read_recipe("openwebtext2"), Path())
-    own = Path("scrapes_1_final.jsonl.zst")
-    own.touch()
-    assert at_hand("openwebtext2", read_recipe("openwebtext2"), Path()) == [own]
-    assert f"openwebtext2: takes 1 files whose names fit, from {own}" in caplog.text
+    scrape = Path("scrapes_1_final.jsonl.zst")
+    scrape.touch()
+    assert at_hand("openwebtext2", read_recipe("openwebtext2"), Path()) == [scrape]
+    assert f"openwebtext2: takes 1 files whose names fit, from {scrape}" in caplog.text
 
 
 def test_gpt2s_files_are_downloaded_or_taken_from_files_at_hand(server, monkeypatch):
@@ -305,14 +305,14 @@ def test_a_data_set_that_only_lists_addresses_is_followed_but_not_out_of_its_fol
 ):
     books = {"train/1.txt": b"one book", "train/2.txt": b"another"}
     base = f"{hub.address}/datasets/{NAME}/resolve/main/"
-    of_list = {"hub": NAME, "address_list": "data/list.txt", "base": base}
+    list_source = {"hub": NAME, "address_list": "data/list.txt", "base": base}
     hub.show_dataset(NAME, {"data/list.txt": "\n".join(books).encode(), **books})
-    write_recipe(tmp_path, **of_list, count=2)
+    write_recipe(tmp_path, **list_source, count=2)
     done = prepare("mine")
     assert done.returncode == 0, done.stderr
     assert len(TokenFile.open("data/mine/mine_text_document")) == 2
     hub.show_dataset(NAME, {"data/list.txt": b"../../../outside.txt"})
-    write_recipe(tmp_path, **of_list)
+    write_recipe(tmp_path, **list_source)
     Path("home").rename(Path("used"))
     done = prepare("mine", "-d", "other")
     assert done.returncode == 1

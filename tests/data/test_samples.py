@@ -42,10 +42,10 @@ def test_samples_are_those_of_the_reference_token_for_token(corpus):
     for run in RUNS:
         part = run["split"]
         length = run["train_seq_length"] if part == "train" else run["valid_seq_length"]
-        wanted = {"train": run["num_train"], "valid": run["num_valid"], "test": TEST_SAMPLES}[part]
+        count = {"train": run["num_train"], "valid": run["num_valid"], "test": TEST_SAMPLES}[part]
         expected = np.load(GOLDEN / "expected_samples.npz")[run["array"]]
         for _ in ("built", "from the cache"):
-            samples = build_split(corpus, "949,50,1", part, length, 1235, wanted)
+            samples = build_split(corpus, "949,50,1", part, length, 1235, count)
             assert len(samples) == run["len"]
             got = np.stack([samples[i] for i in range(len(expected))])
             assert got.dtype == np.int64
@@ -58,15 +58,15 @@ def test_samples_are_those_of_the_reference_token_for_token(corpus):
         lambda sizes: sum(sizes) > 1
     ),
     length=st.integers(1, 20),
-    wanted=st.integers(2, 40),
+    count=st.integers(2, 40),
 )
-def test_samples_overlap_by_one_token_whatever_the_documents(sizes, length, wanted):
+def test_samples_overlap_by_one_token_whatever_the_documents(sizes, length, count):
     """Which order the reference shuffles is in the golden samples."""
     with tempfile.TemporaryDirectory() as folder:
         tokens = write(Path(folder) / "c", sizes)
-        samples = build_split(tokens, "1,0,0", "train", length, 1, wanted)
-        assert len(samples) >= wanted - 1
-        stream = np.concatenate([tokens.read(int(one)) for one in samples.maps.documents])
+        samples = build_split(tokens, "1,0,0", "train", length, 1, count)
+        assert len(samples) >= count - 1
+        stream = np.concatenate([tokens.read(int(document)) for document in samples.maps.documents])
         for index, place in enumerate(samples.maps.order[:-1].tolist()):
             expected = stream[place * length : (place + 1) * length + 1]
             assert samples[index].tolist() == expected.tolist()

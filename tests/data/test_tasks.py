@@ -70,14 +70,14 @@ def added(words, order):
 
 def recalled(words):
     """The second time a key stands there, its value follows again."""
-    values, found = {}, {}
+    values, answers = {}, {}
     for place, word in enumerate(words):
         if word in values:
-            found[place + 1] = values[word]
+            answers[place + 1] = values[word]
         elif word.isupper():
             values[word] = words[place + 1]
-    assert len(found) == len(values) == len(set(values.values()))
-    return found
+    assert len(answers) == len(values) == len(set(values.values()))
+    return answers
 
 
 def found_needle(words):
@@ -96,13 +96,13 @@ def tracked(words):
 
 
 def read_bits(words):
-    found, pairs = {}, zip(words[::2], words[1::2], strict=True)
+    answers, pairs = {}, zip(words[::2], words[1::2], strict=True)
     for number, (instruction, bit) in enumerate(pairs):
         if instruction == "w":
             memory = bit
         if instruction == "r":
-            found[2 * number + 1] = memory
-    return found
+            answers[2 * number + 1] = memory
+    return answers
 
 
 def product(words):
@@ -141,7 +141,7 @@ def test_answers_are_those_of_a_solver_and_alone_are_marked(name, options):
             assert ids.dtype == marks.dtype == np.int64
             assert ids.shape == marks.shape == (smallest + more + 1,)
             assert not ids.any() or ids[: np.flatnonzero(ids)[-1] + 1].all()  # padding at the end
-            words = [text.words[one] for one in ids[ids > 0]]
+            words = [text.words[number] for number in ids[ids > 0]]
             expected = SOLVERS[name](words, **given_to_solver)
             places = np.flatnonzero(marks).tolist()
             assert {place: words[place] for place in places} == expected
@@ -161,8 +161,8 @@ def test_a_window_has_the_largest_problem_that_fits_and_too_short_ones_are_refus
         assert marks.any(axis=1).all()
     sizes = range(1, text.largest(smallest + 3 * more) + 1)
     samples = text.samples("train", smallest + 3 * more, 0)
-    found = {int((samples[number][0] > 0).sum()) for number in range(100)}
-    assert found == {smallest + more * step for step in range(len(sizes))}
+    counts = {int((samples[number][0] > 0).sum()) for number in range(100)}
+    assert counts == {smallest + more * step for step in range(len(sizes))}
 
 
 def test_no_problem_is_measured_twice(monkeypatch, caplog):
@@ -194,10 +194,10 @@ def test_the_guide_shows_a_problem_of_each_task_and_how_to_add_one():
     guide = (ROOT / "docs/tasks.md").read_text(encoding="utf-8")
     shown = re.findall(r"^\| `(\w+)` \| `(.*)` \| `(.*)` \|$", guide, re.MULTILINE)
     assert [name for name, *_ in shown] == list(TASKS)
-    for name, asked, answers in shown:
+    for name, question, answers in shown:
         answer = iter(answers.split())
-        words = [next(answer) if word == "_" else word for word in asked.split()]
-        places = [place for place, word in enumerate(asked.split()) if word == "_"]
+        words = [next(answer) if word == "_" else word for word in question.split()]
+        places = [place for place, word in enumerate(question.split()) if word == "_"]
         assert SOLVERS[name](words) == {place: words[place] for place in places}
     (code,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
     try:
@@ -320,7 +320,7 @@ def test_problems_are_written_as_json_lines_and_listed():
         answer = iter(problem["answer"].split())
         words_of_line = [next(answer) if w == "_" else w for w in problem["question"].split()]
         ids, marks = samples[number]
-        assert words_of_line == [text.words[one] for one in ids[ids > 0]]
+        assert words_of_line == [text.words[number] for number in ids[ids > 0]]
         assert problem["question"].split().count("_") == marks.sum()
     assert number == 6
     run(["task:copy", "--documents", "1", "-d", "."])

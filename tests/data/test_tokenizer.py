@@ -92,14 +92,14 @@ def test_no_text_holds_the_end_of_its_document(folder):
     texts = [text for text in TEXTS if "\x00" not in text]
     for kind, tokenizer in kinds.items():
         ids = [tokenizer.encode(text) for text in texts]
-        assert tokenizer.eod not in {number for of_text in ids for number in of_text}
-        assert all(number < tokenizer.vocab_size for of_text in ids for number in of_text)
+        assert tokenizer.eod not in {number for numbers in ids for number in numbers}
+        assert all(number < tokenizer.vocab_size for numbers in ids for number in numbers)
         assert END in tokenizer.decode(tokenizer.encode(f"a {END} b"))
         assert (
             tokenizer.decode([*tokenizer.encode("the cat"), tokenizer.vocab_size + 5]) == "the cat"
         )
         if kind != "SPMTokenizer":  # which normalises
-            assert [tokenizer.decode(of_text) for of_text in ids] == texts
+            assert [tokenizer.decode(numbers) for numbers in ids] == texts
         assert tokenizer.encode_batch(texts) == ids
     plain = kinds["CharLevelTokenizer"]
     assert plain.encode("Aé") == [65, 0xC3, 0xA9]
