@@ -26,6 +26,7 @@ PUBLIC = {
     "megatron.data.samples.build_split": (
         "tokens, split='949,50,1', part='valid', length=512, seed=1234, num_samples=1"
     ),
+    "megatron.results.read_results": "*paths",
 }
 
 
