@@ -1,6 +1,7 @@
 """How far back a model looks: attention by distance, and the effective receptive field."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -71,8 +72,8 @@ def attention_by_distance(model: GPT, windows: Sequence[np.ndarray]) -> tuple[Te
         masses.append(torch.cat(mass, dim=1).mean(dim=(0, 1)))
         return out, lse
 
-    backend = model.backend
-    model.backend = "eager"
+    settings = model.attention
+    model.use_attention(replace(settings, attention_backend="eager"))
     BACKENDS["eager"] = recording  # every layer calls it
     try:
         for window in windows:
@@ -80,7 +81,7 @@ def attention_by_distance(model: GPT, windows: Sequence[np.ndarray]) -> tuple[Te
             model.features(ids.to(device))
     finally:
         BACKENDS["eager"] = eager
-        model.backend = backend
+        model.use_attention(settings)
 
     means = []
     for values in (entropies, masses):

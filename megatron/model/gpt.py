@@ -1,7 +1,7 @@
 """The GPT of the papers. The encoding takes part through its hooks only."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -20,6 +20,21 @@ from megatron.model.settings import Architecture, AttentionSettings, initialize
 from megatron.positions import Position
 from megatron.positions.base import check_heads
 from megatron.positions.layers import Placed
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPlan:
+    """How attention is computed in a layer; layers with one encoding and window share it.
+
+    name: of the encoding, where layers differ; method: what moves its tokens; backend: as
+    configured
+    """
+
+    position: Position
+    name: str
+    window: int | None
+    method: Method | None
+    backend: str
 
 
 class GPT(nn.Module):
@@ -69,9 +84,8 @@ class GPT(nn.Module):
         # After `initialize`: an encoding sets its own first values.
         self.positions = nn.ModuleList(positions)
         if position_of_layer is None:  # one for all layers, or one for each
-            of_each = len(positions) > 1
             count = len(self.attention_layers)
-            position_of_layer = [layer if of_each else 0 for layer in range(count)]
+            position_of_layer = range(count) if len(positions) > 1 else [0] * count
         self.position_of_layer = list(position_of_layer)
         self.position_names = list(position_names)
         for position in self._positions:
@@ -98,9 +112,9 @@ class GPT(nn.Module):
         if labels is None:
             return F.linear(x, self.output_matrix)
         if self.context is not None:
-            own = self.context.part(ids.shape[1])
-            labels = labels[:, own]
-            counted = None if counted is None else counted[:, own]
+            part = self.context.part(ids.shape[1])
+            labels = labels[:, part]
+            counted = None if counted is None else counted[:, part]
         if mean:
             marked = None if counted is None else counted.flatten()
             return mean_loss(x.flatten(0, 1), self.output_matrix, labels.flatten(), marked)
@@ -132,14 +146,15 @@ class GPT(nn.Module):
             if cache is not None:
                 cache.document_ends = documents.ends
         if self.context is not None:
-            own = self.context.part(length)
-            ids, start = ids[:, own], own.start
-            documents = None if documents is None else replace(documents, new=own)
+            part = self.context.part(length)
+            ids, start = ids[:, part], part.start
+            documents = None if documents is None else replace(documents, new=part)
 
         x = self.word_embeddings(ids)
         acts_on_embeddings = self.position.has("on_embeddings")
         if documents is not None and documents.restart and acts_on_embeddings:
-            (x,) = by_document(lambda *one: (self.position.on_embeddings(*one),), (x,), documents)
+            embed = self.position.on_embeddings
+            (x,) = by_document(lambda *part: (embed(*part),), (x,), documents)
         else:
             x = self.position.on_embeddings(x, start)
         x = F.dropout(x, self.dropout, self.training)
@@ -180,52 +195,52 @@ class GPT(nn.Module):
         settings = self.attention
         query = torch.arange(start, start + count, device=self.word_embeddings.weight.device)
         tables: dict[Position, tuple[Tensor | None, Tensor | None]] = {}
-        inputs: dict[tuple[Position, int | None], AttentionInputs] = {}
-        layers = self._layers
-        for position, window in dict.fromkeys(layers.values()):
-            method = self._method_of(position, window)
+        inputs: dict[LayerPlan, AttentionInputs] = {}
+        chunk = max(1, self.train_length // 2) if settings.blockwise else None
+        for plan in dict.fromkeys(self.plans.values()):
+            position, method = plan.position, plan.method
             if position not in tables:
                 columns = length if method is None else method.table_length(length)
                 tables[position] = (
                     settings.table(position.distance_bias(columns)),
                     settings.table(position.distance_weight(columns)),
                 )
-            bias, weight = tables[position]
-            inputs[position, window] = AttentionInputs(
+            terms = Terms(*tables[position], plan.window, chunk)
+            inputs[plan] = AttentionInputs(
                 position,
-                Terms(bias, weight, window, self.chunk),
-                self.backend,
+                terms,
+                plan.backend,
                 settings.attention_self_check,
                 method=method,
                 start=start,
-                query_scale=self._query_scale(position, window, query, documents),
+                query_scale=self._query_scale(plan, chunk, query, documents),
                 documents=documents,
                 context=self.context,
             )
-        of_layers: list[AttentionInputs | LayerCache | None] = []
+        inputs_of_layers: list[AttentionInputs | LayerCache | None] = []
         for layer in range(len(self.layers)):
-            kept = None if cache is None else cache.layers[layer]
-            if layer in layers:
-                of_layers.append(replace(inputs[layers[layer]], cache=kept))
+            layer_cache = None if cache is None else cache.layers[layer]
+            if layer in self.plans:
+                inputs_of_layers.append(replace(inputs[self.plans[layer]], cache=layer_cache))
             else:
-                of_layers.append(kept)
-        return of_layers
+                inputs_of_layers.append(layer_cache)
+        return inputs_of_layers
 
     def _query_scale(
-        self, position: Position, window: int | None, query: Tensor, documents: Documents | None
+        self, plan: LayerPlan, chunk: int | None, query: Tensor, documents: Documents | None
     ) -> Tensor | None:
         """What multiplies the queries of such layers, by how many keys each attends to.
 
         query [queries]: indices -> [heads or 1, queries], or with a batch before it; or None
         """
-        logn_scale = self.attention.logn_scale
+        logn_scale, position = self.attention.logn_scale, plan.position
         if not logn_scale and not position.has("score_scale"):
             return None
-        method, sinks = self._method_of(position, window), None
-        if method is not None:
-            window, sinks = method.visible(window)
+        window, sinks = plan.window, None
+        if plan.method is not None:
+            window, sinks = plan.method.visible(window)
         begin = None if documents is None else query - documents.places
-        count = visible_keys(query, window, self.chunk, sinks=sinks, begin=begin)
+        count = visible_keys(query, window, chunk, sinks=sinks, begin=begin)
         scale = position.score_scale(count)
         if logn_scale:
             log_n = position.log_n_scale(count)[..., None, :]
@@ -254,13 +269,18 @@ class GPT(nn.Module):
             position.use_paper_precision(attention.paper_precision)
             if attention.reset_attention_mask:
                 position.check_documents(restart=attention.reset_position_ids)
-        self.backend = attention.attention_backend
-        self.windows = attention.windows(len(self.attention_layers), self.train_length)
-        self.chunk = max(1, self.train_length // 2) if attention.blockwise else None
-
-    def _method_of(self, position: Position, window: int | None) -> Method | None:
-        """The method that moves the tokens of such a layer, or None."""
-        return self.attention.method_of_layer(position, window, self.train_length)
+        layers = self.attention_layers
+        windows = attention.windows(len(layers), self.train_length)
+        shared: dict[tuple[int, int | None], LayerPlan] = {}
+        self.plans: dict[int, LayerPlan] = {}  # by layer, of those that have attention
+        for layer, index, window in zip(layers, self.position_of_layer, windows, strict=True):
+            position = self._positions[index]
+            if (index, window) not in shared:
+                name = self.position_names[index] if self.position_names else ""
+                method = attention.method_of_layer(position, window, self.train_length)
+                backend = attention.attention_backend
+                shared[index, window] = LayerPlan(position, name, window, method, backend)
+            self.plans[layer] = shared[index, window]
 
     def learned(self) -> dict[str, Tensor]:
         """The effective values of the encoding's learned numbers, by name.
@@ -279,12 +299,10 @@ class GPT(nn.Module):
     @property
     def placed(self) -> list[Placed]:
         """Each encoding with the layers that have it, in the order of the first of these."""
-        layers: dict[int, list[int]] = {}
-        for layer, index in zip(self.attention_layers, self.position_of_layer, strict=True):
-            layers.setdefault(index, []).append(layer)
-        names = self.position_names or [""] * len(self.positions)
-        triples = zip(self._positions, layers.values(), names, strict=True)
-        return [Placed(position, tuple(own), name) for position, own, name in triples]
+        layers: dict[tuple[Position, str], list[int]] = {}
+        for layer, plan in self.plans.items():
+            layers.setdefault((plan.position, plan.name), []).append(layer)
+        return [Placed(position, tuple(where), name) for (position, name), where in layers.items()]
 
     @property
     def attention_choice(self) -> Choice:
@@ -299,24 +317,25 @@ class GPT(nn.Module):
         """That of each layer with attention."""
         settings = self.attention
         choices = []
-        for position, window in self._layers.values():
-            method = self._method_of(position, window)
+        for plan in self.plans.values():
+            position, method = plan.position, plan.method
             if method is not None and method.backend is not None:
                 choices.append(Choice(method.backend))
                 continue
+            hides = settings.blockwise or settings.reset_attention_mask
             shape, has = position.shape, position.has
             features = shape.head_dim * position.score_width
             needs = Needs(
                 self.word_embeddings.weight.new_empty(0, shape.heads, 0, features),
                 tables=has("distance_bias") or has("distance_weight"),
-                masked=window is not None or settings.blockwise or settings.reset_attention_mask,
+                masked=plan.window is not None or hides,
                 index_bias=has("index_bias"),
                 on_scores=has("on_scores"),
                 block_scores=has("block_scores"),
                 content_rank=position.score_rank if has("score_bias") else 0,
                 narrow_values=position.score_width != 1,
             )
-            choices.append(choose(self.backend, needs))
+            choices.append(choose(plan.backend, needs))
         return choices
 
     @property
@@ -337,22 +356,13 @@ class GPT(nn.Module):
     @property
     def names_of_layers(self) -> list[str]:
         """The name of each layer's encoding; empty where layers do not differ."""
-        if not self.position_names:
-            return []
-        return [self.position_names[index] for index in self.position_of_layer]
+        return [plan.name for plan in self.plans.values() if plan.name]
 
     @property
     def looks_at_scores(self) -> bool:
         """Whether an encoding changes or gives the scores themselves."""
         hooks = ("on_scores", "block_scores")
         return any(position.has(hook) for position in self._positions for hook in hooks)
-
-    @property
-    def _layers(self) -> dict[int, tuple[Position, int | None]]:
-        """The encoding and the window of each layer that has them."""
-        positions = [self._positions[index] for index in self.position_of_layer]
-        pairs = zip(positions, self.windows, strict=True)
-        return dict(zip(self.attention_layers, pairs, strict=True))
 
     @property
     def _positions(self) -> Sequence[Position]:

@@ -162,7 +162,7 @@ def test_decoding_in_pieces_is_the_whole_pass_also_of_chosen_texts():
 def test_patterns_of_encodings_and_windows_repeat_over_the_layers_with_attention():
     gpt = model("pos_emb_layers=[kerple_log, fox]", "window_layers=[9, null]")
     assert [one.label for one in gpt.placed] == ["layer 1 (kerple_log)", "layer 4 (fox)"]
-    assert gpt.windows == [9, None]
+    assert [plan.window for plan in gpt.plans.values()] == [9, None]
     assert {name.split(".")[0] for name in gpt.learned()} == {"layer1", "layer4"}
     gpt(torch.randint(50, (1, 40))).square().mean().backward()
     assert all(one.grad is not None for one in gpt.parameters())

@@ -92,7 +92,7 @@ def test_scores_grow_with_the_tokens_that_a_layer_sees():
 
 def test_layers_that_choose_several_backends_are_all_named():
     gpt = model("pos_emb_layers=[rotary, cope]")
-    assert [one.backend for one in gpt.attention_choices] == ["sdpa", "eager"] * 3
+    assert [choice.backend for choice in gpt.attention_choices] == ["sdpa", "eager"] * 3
     assert gpt.resolved_backend == "sdpa and eager"
     assert gpt.backends == {"sdpa", "eager"}
 

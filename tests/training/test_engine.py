@@ -90,7 +90,7 @@ def test_a_machine_that_cannot_compile_is_told_so_and_a_broken_backend_is_found(
 
     monkeypatch.setitem(BACKENDS, "planted", a_key_too_far)
     monkeypatch.setattr(trainer_module, "compile_layers", lambda *_: None)
-    model.backend = "planted"
+    model.use_attention(replace(model.attention, attention_backend="planted"))
     with pytest.raises(UserError, match="planted is wrong"):
         Trainer(load([], tiny("train_iters=1", "pos_emb=alibi", "torch_compile=true")), model, grid)
 
