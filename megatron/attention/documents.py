@@ -75,15 +75,17 @@ def by_document(
         parts = [x[text].split(sizes, dim=2) for x, sizes in zip(tensors, counts, strict=True)]
         content = _content_parts(terms.content, text, query_counts, key_counts)
         outputs_of_row = []
-        for piece, own_content, *own in zip(stretches, content, *parts, strict=True):
-            if not own[0].shape[2]:
+        for piece, content_of_piece, *piece_tensors in zip(stretches, content, *parts, strict=True):
+            if not piece_tensors[0].shape[2]:
                 continue
             own_terms = replace(terms, content=None).part(
                 slice(None), slice(piece.start, piece.end), text
             )
             segments = None if piece.is_one else own_terms.segments
-            own_terms = replace(own_terms, content=own_content, segments=segments)
-            outputs_of_row.append(attend(own[0], own[1], own[2], own_terms))
+            own_terms = replace(own_terms, content=content_of_piece, segments=segments)
+            outputs_of_row.append(
+                attend(piece_tensors[0], piece_tensors[1], piece_tensors[2], own_terms)
+            )
         outputs.append(torch.cat(outputs_of_row, dim=2))
     return torch.cat(outputs)
 
@@ -95,5 +97,5 @@ def _content_parts(
     if content is None:
         return [None] * len(keys)
     u = [None] * len(keys) if content.u is None else content.u[text].split(queries, dim=2)
-    split = u, content.w[text].split(keys, dim=2), content.own[text].split(queries, dim=2)
+    split = u, content.w[text].split(keys, dim=2), content.own_w[text].split(queries, dim=2)
     return [Content(*factors) for factors in zip(*split, strict=True)]

@@ -16,8 +16,11 @@ def eager(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor
 
 def attended(scores: Tensor, v: Tensor, needs_lse: bool) -> tuple[Tensor, Tensor | None]:
     """softmax(scores) v in the dtype of the scores, and their lse."""
-    out = scores.softmax(dim=-1) @ v.to(scores.dtype)
-    return out, scores.logsumexp(dim=-1) if needs_lse else None
+    v = v.to(scores.dtype)
+    if not needs_lse:
+        return scores.softmax(dim=-1) @ v, None
+    lse = scores.logsumexp(dim=-1, keepdim=True)
+    return (scores - lse).exp() @ v, lse[..., 0]
 
 
 def probabilities(q: Tensor, k: Tensor, terms: Terms) -> Tensor:

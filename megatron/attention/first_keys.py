@@ -88,7 +88,7 @@ def first_keys(q: Tensor, k: Tensor, terms: Terms) -> FirstKeys | None:
     u = origin = most_w = least_w = None
     if content is not None:
         w = content.w.detach()
-        near = _in_grains(content.own.detach())  # [batch, heads, grains, GRAIN, rank]
+        near = _in_grains(content.own_w.detach())  # [batch, heads, grains, GRAIN, rank]
         origin = near[:, :, :, -1:]  # w of a grain's last key: large sums say little by themselves
         near = near - origin
         # Greatest and least w of the keys before each boundary: [batch, heads, boundaries, rank].

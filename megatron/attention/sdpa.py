@@ -93,8 +93,8 @@ class Tiled(torch.autograd.Function):
         ]
         q, k, v, inputs = _rebuilt(ctx.terms, ctx.function, tensors)
         dout = torch.zeros_like(out) if dout is None else dout
-        found = gradients(q, k, v, inputs, ctx.firsts, out, dout, dlse, wants)
-        return None, None, *found, *(leaf.grad for leaf in tensors[8:])
+        numbers = gradients(q, k, v, inputs, ctx.firsts, out, dout, dlse, wants)
+        return None, None, *numbers, *(leaf.grad for leaf in tensors[8:])
 
 
 def _rebuilt(
@@ -153,18 +153,18 @@ def tiles(
     rows = min(exact_rows(content, scope, LARGE_BLOCK if in_two else BLOCK), scope.queries)
     some_heads = on_cpu and terms.index_bias is None  # may be computed before others
     together = batch if some_heads else batch * heads
-    of_each_head = weight is not None or content is not None or terms.scores is not None
-    plain = not of_each_head and terms.segments is None and terms.index_bias is None
+    differs_by_head = weight is not None or content is not None or terms.scores is not None
+    plain = not differs_by_head and terms.segments is None and terms.index_bias is None
     if not plain and not in_two:  # not a view of a table
         rows = min(rows, max(1, MOST_SCORES // (together * scope.keys)))
     if terms.scores is not None:
         rows = BLOCK
     if scope.queries > rows:
         # Every block reads them: where they are views of a fused projection, a copy pays.
-        k, v = k.contiguous(), v.contiguous()
+        k, v = (k if terms.scores is not None else k.contiguous()), v.contiguous()
     cached = CACHED_SCORES * torch.get_num_threads()
-    of_each_head = of_each_head or (terms.segments is not None and terms.bias is not None)
-    most = cached // batch if some_heads and of_each_head and not in_two else None
+    differs_by_head = differs_by_head or (terms.segments is not None and terms.bias is not None)
+    most = cached // batch if some_heads and differs_by_head and not in_two else None
     # Numbers to be overwritten by biases of content, which then have no gradient. Memory that the
     # system gives anew for each block takes nine times as long to fill.
     room = None
@@ -175,15 +175,15 @@ def tiles(
     whole = None if recorded else q.new_empty(*q.shape[:3], v.shape[3])
     outputs, lses = [], []
     for block in scope.blocks(rows):
-        given = None
+        block_scores = None
         if terms.scores is not None:
             function, tensors = terms.scores
-            given = function(tensors, block.start, block.end)
+            block_scores = function(tensors, block.start, block.end)
         outputs_of_heads, lses_of_heads = [], []
         for group, part in groups_of_heads(block, heads, firsts, most):
             tile_q, tile_k = q[:, group, part.queries], k[:, group, part.keys]
             tile_v = v[:, group, part.keys]
-            tile = None if given is None else tuple(x[:, group] for x in given)
+            tile = None if block_scores is None else tuple(x[:, group] for x in block_scores)
             u = w = None
             if content is not None:
                 u, w = content.part(part.queries, part.keys, group).relative(wide)
@@ -201,8 +201,8 @@ def tiles(
                     if u is not None and u.shape[-1] == 1:  # in one pass
                         added = torch.addcmul(added, u.flip(2), w.mT, out=space)
                     else:
-                        of_content = product(None if u is None else u.flip(2), w)
-                        added = torch.add(added, of_content, out=space)
+                        content_bias = product(None if u is None else u.flip(2), w)
+                        added = torch.add(added, content_bias, out=space)
                 masked = _masked(part, terms, q.device)
                 if masked is not None:
                     fill = added.masked_fill if room is None else added.masked_fill_
@@ -225,8 +225,8 @@ def tiles(
             if terms.needs_lse:
                 assert lse is not None
                 if w is not None:  # what `relative` adds to all keys of a query
-                    of_own_key = w[:, :, -part.rows :]
-                    lse = lse - (of_own_key if u is None else u * of_own_key).sum(-1)
+                    own_w = w[:, :, -part.rows :]
+                    lse = lse - (own_w if u is None else u * own_w).sum(-1)
                 lses_of_heads.append(lse)
             if whole is None:
                 outputs_of_heads.append(out.to(q.dtype))
@@ -276,15 +276,15 @@ def _masked(part: QueryBlock, terms: Terms, device: torch.device) -> Tensor | No
     return mask(*part.indices(device), None, chunk, terms.segments)
 
 
-def _given_scores(given: Scores, part: QueryBlock) -> Tensor:
+def _given_scores(block_scores: Scores, part: QueryBlock) -> Tensor:
     """Given scores of a block, the last query first: […, rows, columns]."""
-    far_q, far_k, own = given
+    far_q, far_k, own_scores = block_scores
     far = far_q @ far_k[..., part.first_key :, :].mT
-    return torch.cat([far, own], dim=-1).flip(-2)
+    return torch.cat([far, own_scores], dim=-1).flip(-2)
 
 
 def _in_two(
-    q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, w: Tensor | None, given: Scores | None
+    q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, w: Tensor | None, block_scores: Scores | None
 ) -> tuple[Tensor, Tensor]:
     """Output and lse of a tile whose keys before the block and own keys are merged."""
     rows, before = q.shape[2], k.shape[2] - q.shape[2]
@@ -298,16 +298,19 @@ def _in_two(
         added = w.sum(-1)[:, :, None].expand(-1, -1, rows, -1)
         masks = [added[..., :before], added[..., before:]]
     far_q, far_k = q, k[:, :, :before]
-    if given is None:
+    if block_scores is None:
         own_v = v[:, :, before:]
         out, lse = _kernel(q, k[:, :, before:], own_v, masks[1], is_causal=True, scale=scale)
     else:
-        far_q, far_k, own = given
-        scale, v = 1.0, v.to(own.dtype)
-        later = torch.ones_like(own[0, 0], dtype=torch.bool).triu(1)
-        own = own if masks[1] is None else own + masks[1]
-        out, lse = attended(own.masked_fill(later, -math.inf), v[:, :, before:], True)
-        assert lse is not None
+        far_q, far_k, own_scores = block_scores
+        scale, v = 1.0, v.to(own_scores.dtype)
+        later = torch.ones_like(own_scores[0, 0], dtype=torch.bool).triu(1)
+        # In place: memory that the system gives anew takes longer to fill than to compute.
+        p = own_scores.clone() if masks[1] is None else own_scores + masks[1]
+        p.masked_fill_(later, -math.inf)
+        largest = p.amax(dim=-1, keepdim=True)
+        total = p.sub_(largest).exp_().sum(dim=-1, keepdim=True)
+        out, lse = (p @ v[:, :, before:]).div_(total), (largest + total.log())[..., 0]
     if before == 0:
         return out, lse
     return merge(out, lse, *_kernel(far_q, far_k, v[:, :, :before], masks[0], scale=scale))
@@ -339,7 +342,7 @@ def gradients(
     wants: of which tensors gradients are wanted. Tensors of given scores get theirs as `grad`.
     """
     # Everything is [heads, batch, length, features], the last query first; tables are reversed.
-    scope, content, given = _scope_of(q, k, terms), terms.content, None
+    scope, content, block_scores = _scope_of(q, k, terms), terms.content, None
     batch, heads, queries, head_dim = q.shape
     dtypes = q.dtype, k.dtype, v.dtype
     q, k, v = _heads_first(q.flip(2)), _heads_first(k), _heads_first(v)
@@ -347,7 +350,7 @@ def gradients(
     wide = bias.dtype
     wide_q, wide_k, wide_v = q.to(wide) / math.sqrt(head_dim), k.to(wide), v.to(wide)
     mean = _heads_first((dout * out).sum(-1, keepdim=True).flip(2))
-    of_lse = None if dlse is None else _heads_first(dlse[..., None].flip(2))
+    lse_gradient = None if dlse is None else _heads_first(dlse[..., None].flip(2))
     dout = _heads_first(dout.flip(2))
     wide_dout = dout.to(wide)
     dq, dk, dv = torch.zeros_like(wide_q), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
@@ -369,25 +372,25 @@ def gradients(
             function, tensors = terms.scores
             with torch.enable_grad():
                 leaves = function(tensors, block.start, block.end)
-            given = [x.detach().transpose(0, 1) for x in leaves]
-            dgiven = [torch.zeros_like(x) for x in given]
+            block_scores = [x.detach().transpose(0, 1) for x in leaves]
+            dgiven = [torch.zeros_like(x) for x in block_scores]
         for group, part in groups_of_heads(block, heads, firsts, most):
-            of_rows, of_columns = (group, slice(None), rows), (group, slice(None), part.keys)
+            row_index, column_index = (group, slice(None), rows), (group, slice(None), part.keys)
             u = w = None
             if content is not None:
                 u, w = content.part(part.queries, part.keys, group).relative(wide)
                 u, w = None if u is None else u.flip(2).transpose(0, 1), w.transpose(0, 1)
 
             # q·k / √head_dim, with a bias by content unless that would be multiplied by a weight.
-            if given is None:
-                tile_q, tile_k = wide_q[of_rows], wide_k[of_columns]
+            if block_scores is None:
+                tile_q, tile_k = wide_q[row_index], wide_k[column_index]
                 if w is not None and as_features:
                     tile_k[..., -w.shape[-1] :] = w
                     if u is not None:
                         tile_q[..., -u.shape[-1] :] = u
                 products = tile_q @ tile_k.mT  # [heads, batch, rows, columns]
             else:
-                products = _given_scores(tuple(x[group] for x in given), part)
+                products = _given_scores(tuple(x[group] for x in block_scores), part)
             scores = products
             if weight is not None:
                 scores = products * part.view(weight[group])[:, None]
@@ -400,35 +403,35 @@ def gradients(
                 scores.masked_fill_(masked, -math.inf)
             probabilities = scores.softmax(dim=-1)
 
-            dprobabilities = wide_dout[of_rows] @ wide_v[of_columns].mT
+            dprobabilities = wide_dout[row_index] @ wide_v[column_index].mT
             padded = probabilities.new_empty(*probabilities.shape[:-1], part.columns + part.rows)
             dscores = padded[..., : part.columns]
             if q.dtype == wide:
-                torch.mul(probabilities, dprobabilities.sub_(mean[of_rows]), out=dscores)
+                torch.mul(probabilities, dprobabilities.sub_(mean[row_index]), out=dscores)
             else:
                 # Not by a rounded output: gradients of tables are sums of small differences.
                 dscores.copy_(
                     torch.ops.aten._softmax_backward_data(dprobabilities, probabilities, -1, wide)
                 )
-            if of_lse is not None:
-                dscores.addcmul_(probabilities, of_lse[of_rows])
+            if lse_gradient is not None:
+                dscores.addcmul_(probabilities, lse_gradient[row_index])
             if dbias is not None:
                 part.add_diagonals(dbias[group], padded)
             if content is not None and w is not None and dw is not None:
                 # For ones too as a product: the sum is faster.
                 left = dscores.new_ones(1, part.rows) if u is None else u.mT
-                of_keys = (left @ dscores).mT.to(dw.dtype).transpose(0, 1)
+                key_sums = (left @ dscores).mT.to(dw.dtype).transpose(0, 1)
                 if content.u is not None and content.features > content.rank:
-                    of_last = content.u[:, group, part.end - 1, None]  # products of the last query
-                    of_keys = of_keys[..., :-1] + of_keys[..., -1:] * of_last
-                dw[:, group, part.keys] += of_keys
+                    last_u = content.u[:, group, part.end - 1, None]  # products of the last query
+                    key_sums = key_sums[..., :-1] + key_sums[..., -1:] * last_u
+                dw[:, group, part.keys] += key_sums
             if u is not None and w is not None and du is not None:
                 # Only differences from a query's own key count, whose rounding a large w would
                 # multiply.
-                of_own_key = w[:, :, -part.rows :].flip(2)
+                own_w = w[:, :, -part.rows :].flip(2)
                 rounding = dscores @ torch.ones_like(w[..., :1])
-                of_queries = (dscores @ w - rounding * of_own_key).transpose(0, 1)
-                du[:, group, part.queries] = of_queries[..., : du.shape[-1]].flip(2)
+                query_sums = (dscores @ w - rounding * own_w).transpose(0, 1)
+                du[:, group, part.queries] = query_sums[..., : du.shape[-1]].flip(2)
             if dweight is not None:
                 weighted = torch.empty_like(padded)
                 torch.mul(dscores, products, out=weighted[..., : part.columns])
@@ -437,20 +440,20 @@ def gradients(
             # Tables need dscores in float32. What is rounded to q's dtype in the end does not.
             if weight is not None:
                 dscores.mul_(part.view(weight[group])[:, None])
-            if given is None:
+            if block_scores is None:
                 dproducts = dscores.to(q.dtype)
-                dq[of_rows] = dproducts @ k[of_columns]
-                _add_product(dk[of_columns], dproducts.mT, q[of_rows])
+                dq[row_index] = dproducts @ k[column_index]
+                _add_product(dk[column_index], dproducts.mT, q[row_index])
             else:
-                far_q, far_k, _ = (x[group] for x in given)
+                far_q, far_k, _ = (x[group] for x in block_scores)
                 near = part.columns - part.rows
                 upright = dscores.flip(2)
                 far_keys = slice(part.first_key, None)
                 dgiven[0][group] = upright[..., :near] @ far_k[:, :, far_keys]
                 dgiven[1][group, :, far_keys] = upright[..., :near].mT @ far_q
                 dgiven[2][group] = upright[..., near:]
-            _add_product(dv[of_columns], probabilities.to(q.dtype).mT, dout[of_rows])
-        if given is not None:
+            _add_product(dv[column_index], probabilities.to(q.dtype).mT, dout[row_index])
+        if block_scores is not None:
             learning = [number for number, leaf in enumerate(leaves) if leaf.requires_grad]
             downs = [dgiven[number].transpose(0, 1) for number in learning]
             torch.autograd.backward([leaves[number] for number in learning], downs)
@@ -463,9 +466,9 @@ def gradients(
         du = du.to(content.u.dtype)
     if dlse is not None and content is not None:  # of what is subtracted: w of the own key
         down = -dlse[..., None].to(content.w.dtype)
-        down = down.expand_as(content.own) if content.u is None else down * content.u
-    of_tables = scope.restored(dbias, terms.bias), scope.restored(dweight, terms.weight)
-    return dq, dk, dv, *of_tables, du, dw, down
+        down = down.expand_as(content.own_w) if content.u is None else down * content.u
+    table_gradients = scope.restored(dbias, terms.bias), scope.restored(dweight, terms.weight)
+    return dq, dk, dv, *table_gradients, du, dw, down
 
 
 def _heads_first(x: Tensor) -> Tensor:

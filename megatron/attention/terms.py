@@ -28,7 +28,7 @@ class Content:
 
     u: Tensor | None
     w: Tensor
-    own: Tensor
+    own_w: Tensor
 
     @classmethod
     def of(cls, score_bias: tuple[Tensor | None, Tensor] | None, queries: int) -> "Content | None":
@@ -55,11 +55,11 @@ class Content:
     ) -> "Content":
         """Of some queries, keys, heads and texts of the batch."""
         u = None if self.u is None else self.u[texts, heads, rows]
-        return Content(u, self.w[texts, heads, keys], self.own[texts, heads, rows])
+        return Content(u, self.w[texts, heads, keys], self.own_w[texts, heads, rows])
 
     def bias(self) -> Tensor:
         """The whole bias: [batch, heads, queries, keys]."""
-        difference = self.w[:, :, None] - self.own[:, :, :, None]
+        difference = self.w[:, :, None] - self.own_w[:, :, :, None]
         if self.u is not None:
             difference = self.u[:, :, :, None] * difference
         return difference.sum(-1)
@@ -77,8 +77,8 @@ class Content:
             return None, near.to(dtype)
         if self.features > self.rank:
             last = u[:, :, -1:].detach()
-            of_last = (last * near).sum(-1, keepdim=True)
-            near = torch.cat([near, of_last], dim=-1)
+            last_product = (last * near).sum(-1, keepdim=True)
+            near = torch.cat([near, last_product], dim=-1)
             u = F.pad(u - last, (0, 1), value=1.0)
         return u.to(dtype), near.to(dtype)
 
@@ -113,7 +113,7 @@ class Terms:
     def tensors(self) -> tuple[Tensor | None, ...]:
         """What may learn: bias, weight, and u, w and own of the content."""
         content = self.content
-        parts = (None, None, None) if content is None else (content.u, content.w, content.own)
+        parts = (None, None, None) if content is None else (content.u, content.w, content.own_w)
         return self.bias, self.weight, *parts
 
     def with_tensors(
@@ -122,10 +122,10 @@ class Terms:
         weight: Tensor | None = None,
         u: Tensor | None = None,
         w: Tensor | None = None,
-        own: Tensor | None = None,
+        own_w: Tensor | None = None,
     ) -> "Terms":
         """The same terms with other tensors, or without any."""
-        content = None if w is None or own is None else Content(u, w, own)
+        content = None if w is None or own_w is None else Content(u, w, own_w)
         return replace(self, bias=bias, weight=weight, content=content)
 
     def part(self, rows: slice, keys: slice, texts: slice = slice(None)) -> "Terms":
@@ -142,8 +142,15 @@ class Terms:
     @property
     def is_causal_alone(self) -> bool:
         """Whether nothing is added under the causal mask, but for content and given scores."""
-        others = (self.bias, self.weight, self.window, self.chunk, self.segments, self.index_bias)
-        return all(term is None for term in others)
+        masks_and_tables = (
+            self.bias,
+            self.weight,
+            self.window,
+            self.chunk,
+            self.segments,
+            self.index_bias,
+        )
+        return all(term is None for term in masks_and_tables)
 
 
 def with_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:

@@ -112,12 +112,12 @@ def _scores(
         product = product * factor
     scores = product + _read(bias + distance, DIRECT)
     if CHUNK:
-        of_queries = tl.expand_dims(position // chunk, AXIS)
-        chunks_between = of_queries - tl.expand_dims(index // chunk, 1 - AXIS)
+        query_side = tl.expand_dims(position // chunk, AXIS)
+        chunks_between = query_side - tl.expand_dims(index // chunk, 1 - AXIS)
         scores = tl.where(chunks_between > 1, float("-inf"), scores)
     if SEGMENTS:
-        of_queries = tl.expand_dims(query_document, AXIS)
-        is_other = of_queries != tl.expand_dims(document, 1 - AXIS)
+        query_side = tl.expand_dims(query_document, AXIS)
+        is_other = query_side != tl.expand_dims(document, 1 - AXIS)
         scores = tl.where(is_other, float("-inf"), scores)
     near = scores
     if CONTENT > 0:
@@ -368,7 +368,7 @@ def key_gradients(
     dout += batch * dout_batch + head * dout_head
     lse += pair * queries
     delta += pair * queries
-    of_keys = _tokens(segments, w, w_low, key, valid, SEGMENTS, CONTENT)
+    key_tokens = _tokens(segments, w, w_low, key, valid, SEGMENTS, CONTENT)
     k_tile = _load(k + batch * k_batch + head * k_head, k_row, key, valid, column, HEAD_DIM)
     v_tile = _load(v + batch * v_batch + head * v_head, v_row, key, valid, column, HEAD_DIM)
     dk_tile = tl.zeros([BLOCK_K, COLUMNS], tl.float32)
@@ -394,8 +394,8 @@ def key_gradients(
         query = _tokens(segments, w, w_low, position, inside, SEGMENTS, CONTENT)
         row_u = _read_u(u, row, inside, CONTENT, ONES)
         scores, factor, _ = _scores(
-            product, query, row_u, of_keys, distance, bias + tile_distance, weight + tile_distance,
-            chunk, 0, WEIGHT, CHUNK, SEGMENTS, DIRECT, CONTENT,
+            product, query, row_u, key_tokens, distance, bias + tile_distance,
+            weight + tile_distance, chunk, 0, WEIGHT, CHUNK, SEGMENTS, DIRECT, CONTENT,
         )  # fmt: skip
         probabilities = tl.exp2(scores - row_lse[None, :])
         rounded = probabilities.to(dout_tile.dtype)

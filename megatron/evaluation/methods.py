@@ -57,7 +57,9 @@ class MethodKind(NamedTuple):
     """
 
     options: dict[str, type]
-    defaults: Callable[[int, Mapping[str, float]], dict[str, float]] = lambda length, given: {}
+    defaults: Callable[[int, Mapping[str, float]], dict[str, float]] = (
+        lambda length, chosen_options: {}
+    )
     needs: str | None = "rotates"
     between: bool = False
     scaling: str | None = None
@@ -74,12 +76,15 @@ METHODS = {
     "self_extend": MethodKind({"window": int, "group": int}, half, between=True),
     "lm_infinite": MethodKind(
         {"window": int, "sinks": int, "limit": int},
-        lambda length, given: {"window": length, "limit": given.get("window", length)},
+        lambda length, chosen_options: {
+            "window": length,
+            "limit": chosen_options.get("window", length),
+        },
         needs=None,
     ),
     "dynamic_ntk": MethodKind(
         {"factor": float, "step": int},
-        lambda length, given: {"factor": 1.0, "step": length},
+        lambda length, chosen_options: {"factor": 1.0, "step": length},
         needs="stretches",
     ),
     "pi": MethodKind({"factor": float}, needs="stretches", scaling="linear"),
@@ -220,13 +225,15 @@ def method_of(text: str, train_length: int) -> Method:
     name, *words = text.split(",")
     kind = METHODS[name]
     options: dict[str, Any] = {}
-    wanted = ", ".join(f"{option}={type.__name__}" for option, type in kind.options.items())
+    option_types = ", ".join(f"{option}={type.__name__}" for option, type in kind.options.items())
     for word in words:
         key, _, value = word.partition("=")
         try:
             options[key] = kind.options[key](value[:20])
         except (KeyError, ValueError):
-            raise UserError(f"--method {name}: {shown(word)} is wrong; give {wanted}") from None
+            raise UserError(
+                f"--method {name}: {shown(word)} is wrong; give {option_types}"
+            ) from None
     options = kind.defaults(train_length, options) | options
     for key in kind.options:
         if key not in options:
@@ -304,10 +311,10 @@ def faults_of(
     sinks, clip = attention.sinks, attention.clip_distance
     windows = attention.windows(len(attention.window_layers) or 1, train_length)
     lengths = [window for window in windows if window is not None]
-    names = " or ".join(dict.fromkeys(name_of(one) for one in positions))
+    names = " or ".join(dict.fromkeys(name_of(position) for position in positions))
     if sinks is not None and not lengths:
         yield f"--sinks {sinks}: without a window all keys are visible; give --window too"
-    if clip is not None and not any(has_table(one) for one in positions):
+    if clip is not None and not any(has_table(position) for position in positions):
         rotating = "for rotations --method rerope is the same"
         yield f"--clip-distance {clip}: {names} has no table by distance; {rotating}"
     if sinks is not None and attention.method is not None:
@@ -331,8 +338,8 @@ def faults_of(
         if "sinks" in method.options or window <= method.options["window"]:
             yield f"{where}: window {window} hides what it is for; give --window none"
     needs = method.kind.needs
-    if needs is not None and not any(getattr(one, needs) for one in positions):
-        stretched = [stretched_already(one) for one in positions if one.stretched_by]
+    if needs is not None and not any(getattr(position, needs) for position in positions):
+        stretched = [stretched_already(position) for position in positions if position.stretched_by]
         lacks = stretched[0] if stretched else f"{names} {LACKS[needs]}, alone or in sum"
         yield f"{where}: {lacks}"
         return
@@ -348,10 +355,10 @@ def stretched_already(position: Position) -> str | None:
     """The reason why frequencies of a model cannot be stretched again, and what to take; or None"""
     if position.stretched_by is None:
         return None
-    others = [name for name, kind in METHODS.items() if kind.needs != "stretches"]
+    moving_methods = [name for name, kind in METHODS.items() if kind.needs != "stretches"]
     return (
         f"the frequencies of {name_of(position)} are stretched already (scaling:"
-        f" {position.stretched_by}); take one of {', '.join(others)}"
+        f" {position.stretched_by}); take one of {', '.join(moving_methods)}"
     )
 
 

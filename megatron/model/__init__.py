@@ -36,18 +36,18 @@ def from_config(config: "Config", vocab: int, end_of_document: int | None = None
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.training.seed)
-        positions, of_layers = positions_from_config(config)
+        positions, position_of_layer = positions_from_config(config)
         names: list[str] = []
         if config.position.pos_emb_layers:
             entries = entries_of(config.position)
-            firsts = [of_layers.index(position) for position in range(len(positions))]
+            firsts = [position_of_layer.index(position) for position in range(len(positions))]
             names = [entries[layer % len(entries)].name for layer in firsts]
         torch.manual_seed(config.training.seed)
         model = GPT(
             Architecture.of(config.model),
             AttentionSettings.of(config.attention),
             positions=positions,
-            position_of_layer=of_layers,
+            position_of_layer=position_of_layer,
             position_names=names,
             vocab=vocab,
             end_of_document=end_of_document,
@@ -68,7 +68,7 @@ def positions_from_config(config: "Config") -> tuple[list[Position], list[int]]:
     """
     entries = entries_of(config.position)
     positions: list[Position] = []
-    of_layers: list[int] = []
+    position_of_layer: list[int] = []
     shared: dict[int, int] = {}  # the position of the first equal entry
     for layer in range(attention_count(config.model)):
         entry = entries[layer % len(entries)]
@@ -78,8 +78,8 @@ def positions_from_config(config: "Config") -> tuple[list[Position], list[int]]:
             positions.append(position_of_entry(config, entry))
             if config.position.pos_emb_shared and not positions[index].per_layer:
                 shared[first_equal] = index
-        of_layers.append(index)
-    return positions, of_layers
+        position_of_layer.append(index)
+    return positions, position_of_layer
 
 
 def position_of_entry(config: "Config", entry: Entry) -> Position:

@@ -67,8 +67,8 @@ class LayerCache:
         """Keep some texts of the batch, by their indices [texts] int64."""
         self.keys.select(texts)
         self.values.select(texts)
-        for name, kept in self.memory.items():
-            self.memory[name] = kept.index_select(0, texts)
+        for name, state in self.memory.items():
+            self.memory[name] = state.index_select(0, texts)
 
 
 @dataclass

@@ -59,14 +59,14 @@ def by_document(
     def act() -> tuple[Tensor, ...]:
         rows = []
         for row, places in enumerate(documents.places.tolist()):
-            of_row = [tensor[row : row + 1] for tensor in tensors]
+            row_tensors = [tensor[row : row + 1] for tensor in tensors]
             later = range(1, len(places))
             begins = [0, *(index for index in later if places[index] == 0)]
             ends = [*begins[1:], len(places)]
             pieces = []
             for start, end in zip(begins, ends, strict=True):
-                of_document = [tensor[..., start:end, :] for tensor in of_row]
-                pieces.append(hook(*of_document, places[start]))
+                document_tensors = [tensor[..., start:end, :] for tensor in row_tensors]
+                pieces.append(hook(*document_tensors, places[start]))
             rows.append(_joined(pieces, dim=-2))
         return _joined(rows, dim=0)
 

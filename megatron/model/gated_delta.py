@@ -140,24 +140,24 @@ def gated_delta_rule(
         total = k.new_ones(k.shape[2], k.shape[2]).tril() @ log_decay
         decay = total.exp()
         # Of key j until query i, and 1 where j is later: [batch, heads, i, j, 1 or features].
-        kept = (total[:, :, :, None] - total[:, :, None]).clamp(max=0).exp()
-        a = beta * products(k, kept, k)
+        decay_between = (total[:, :, :, None] - total[:, :, None]).clamp(max=0).exp()
+        a = beta * products(k, decay_between, k)
         b = beta * (v - (decay * k) @ state)
         u = torch.linalg.solve_triangular(a, b, upper=False, unitriangular=True)
-        outputs.append((decay * q) @ state + products(q, kept, k).tril() @ u)
-        state = decay[:, :, -1:].mT * state + (kept[:, :, -1] * k).mT @ u
+        outputs.append((decay * q) @ state + products(q, decay_between, k).tril() @ u)
+        state = decay[:, :, -1:].mT * state + (decay_between[:, :, -1] * k).mT @ u
     return torch.cat(outputs, dim=2), state
 
 
-def products(q: Tensor, kept: Tensor, k: Tensor) -> Tensor:
+def products(q: Tensor, decay_between: Tensor, k: Tensor) -> Tensor:
     """Of each query i with each key j, of which `kept` is left.
 
     q, k [batch, heads, length, features], kept [batch, heads, i, j, 1 or features]
     -> [batch, heads, i, j]
     """
-    if kept.shape[4] == 1:
-        return kept[..., 0] * (q @ k.mT)
-    return torch.einsum("bhif,bhijf,bhjf->bhij", q, kept, k)
+    if decay_between.shape[4] == 1:
+        return decay_between[..., 0] * (q @ k.mT)
+    return torch.einsum("bhif,bhijf,bhjf->bhij", q, decay_between, k)
 
 
 def for_each_query_head(x: Tensor, group: int) -> Tensor:

@@ -65,10 +65,10 @@ class MeanLoss(torch.autograd.Function):
             part, targets = x[block], labels[block]
             # [block, vocab]; the logits have no name, so that they are freed here
             log_probabilities = F.log_softmax(F.linear(part, matrix), dim=1, dtype=torch.float32)
-            of_targets = log_probabilities.gather(1, targets[:, None])
+            target_log_probabilities = log_probabilities.gather(1, targets[:, None])
             if counted is not None:
-                of_targets = of_targets * counted[block, None]
-            total -= of_targets.sum()
+                target_log_probabilities = target_log_probabilities * counted[block, None]
+            total -= target_log_probabilities.sum()
             dlogits = log_probabilities.exp_()
             dlogits[torch.arange(len(targets), device=x.device), targets] -= 1
             if counted is not None:

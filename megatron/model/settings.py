@@ -185,7 +185,7 @@ class AttentionSettings:
     def windows(self, layers: int, train_length: int) -> list[int | None]:
         """The window of each of so many layers, in tokens; None: all before it."""
         pattern = self.window_layers or (self.window,)
-        lengths = [train_length if one == "train_length" else one for one in pattern]
+        lengths = [train_length if window == "train_length" else window for window in pattern]
         return [lengths[layer % len(lengths)] for layer in range(layers)]
 
     def of_one_document(self) -> Self:

@@ -37,13 +37,13 @@ def matrix_weights(model: Architecture, vocab: int) -> int:
     """
     attention = model.projected_width + model.attention_width
     feed_forward = model.widened + model.mlp_width
-    of_layers = attention_count(model) * attention + model.num_layers * feed_forward
-    return model.hidden_size * (of_layers + vocab) + weights_of_states(model)[0]
+    layer_weights = attention_count(model) * attention + model.num_layers * feed_forward
+    return model.hidden_size * (layer_weights + vocab) + weights_of_states(model)[0]
 
 
 def weights_of_states(model: Architecture) -> tuple[int, int]:
     """Numbers in the matrices and convolutions of all layers with a state, and their others."""
-    matrices = others = 0
+    matrices = vectors = 0
     for kind, layers in layers_of_kinds(model).items():
         if kind != ATTENTION:
             with torch.device("meta"):
@@ -52,8 +52,8 @@ def weights_of_states(model: Architecture) -> tuple[int, int]:
                 if parameter.dim() > 1:
                     matrices += layers * parameter.numel()
                 else:
-                    others += layers * parameter.numel()
-    return matrices, others
+                    vectors += layers * parameter.numel()
+    return matrices, vectors
 
 
 def palm_weights(model: Architecture, vocab: int) -> int:
@@ -62,7 +62,7 @@ def palm_weights(model: Architecture, vocab: int) -> int:
     PaLM's two embeddings are one matrix, which its N counts once.
     """
     hidden = model.hidden_size
-    of_feature = 2 if model.norm_has_bias else 1
+    norm_numbers = 2 if model.norm_has_bias else 1
     attention = 0
     if model.use_bias_in_attn_linear:
         attention += model.projected_width
@@ -71,12 +71,12 @@ def palm_weights(model: Architecture, vocab: int) -> int:
     if model.softmax_type == "learnable":
         attention += model.num_attention_heads
     if model.qk_norm:
-        attention += of_feature * 2 * model.features_of_head
-    of_layer = of_feature * 2 * hidden
+        attention += norm_numbers * 2 * model.features_of_head
+    layer_vectors = norm_numbers * 2 * hidden
     if model.use_bias_in_mlp:
-        of_layer += model.widened + hidden
+        layer_vectors += model.widened + hidden
     small = attention_count(model) * attention + weights_of_states(model)[1]
-    small += model.num_layers * of_layer + of_feature * hidden
+    small += model.num_layers * layer_vectors + norm_numbers * hidden
     return matrix_weights(model, vocab) + small
 
 
@@ -84,8 +84,8 @@ def attention_flops(model: Architecture, keys: float) -> float:
     """Operations of one token's scores and weighted sums, or states, in all layers, forward."""
     attending = attention_count(model)
     _, heads, key_dim, value_dim = model.delta_sizes
-    of_states = PER_STATE * (model.num_layers - attending) * heads * key_dim * value_dim
-    return PER_PAIR * attending * keys * model.attention_width + of_states
+    state_operations = PER_STATE * (model.num_layers - attending) * heads * key_dim * value_dim
+    return PER_PAIR * attending * keys * model.attention_width + state_operations
 
 
 def forward_flops(model: Architecture, vocab: int, keys: float) -> float:
@@ -112,7 +112,7 @@ def parameters(config: "Config", vocab: int) -> Parameters:
     """
     model = Architecture.of(config.model)
     entries = entries_of(config.position)
-    of_positions = 0
+    position_numbers = 0
     with torch.random.fork_rng(devices=[]), Outline():
         attending = attention_count(model)
         for index, entry in enumerate(entries[:attending]):
@@ -122,7 +122,7 @@ def parameters(config: "Config", vocab: int) -> Parameters:
                 numbers *= len(range(index, attending, len(entries)))
             elif entry in entries[:index]:
                 numbers = 0  # its layers share the first equal encoding
-            of_positions += numbers
+            position_numbers += numbers
     looked_up = vocab * model.hidden_size if model.no_weight_tying else 0
-    whole = palm_weights(model, vocab) + looked_up + of_positions
-    return Parameters(whole, of_positions)
+    whole = palm_weights(model, vocab) + looked_up + position_numbers
+    return Parameters(whole, position_numbers)

@@ -59,11 +59,18 @@ def build(name: str, arch: int, tiles: Tiles) -> dict[str, Any]:
         is_length = argument.name.endswith(("_batch", "_head", "_row", "queries", "keys"))
         if kind.startswith("*") or (kind == "i32" and is_length):
             aligned[(index,)] = [["tt.divisibility", 16]]
-    known = dict.fromkeys(OFF, False)
-    known |= {"CONTENT": 0, "PRECISION": "ieee", "DIRECT": True, "TABLES": with_tables}
-    known |= {"BLOCK_Q": tiles.queries, "BLOCK_K": tiles.keys}
-    known |= {"HEAD_DIM": HEAD_DIM, "COLUMNS": columns(HEAD_DIM)}
-    constants = {name: known[name] for name, kind in signature.items() if kind == "constexpr"}
+    constants_of_programs = dict.fromkeys(OFF, False)
+    constants_of_programs |= {
+        "CONTENT": 0,
+        "PRECISION": "ieee",
+        "DIRECT": True,
+        "TABLES": with_tables,
+    }
+    constants_of_programs |= {"BLOCK_Q": tiles.queries, "BLOCK_K": tiles.keys}
+    constants_of_programs |= {"HEAD_DIM": HEAD_DIM, "COLUMNS": columns(HEAD_DIM)}
+    constants = {
+        name: constants_of_programs[name] for name, kind in signature.items() if kind == "constexpr"
+    }
     source = ASTSource(program, signature, constants, aligned)
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
@@ -78,6 +85,6 @@ def build(name: str, arch: int, tiles: Tiles) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for (arch, name, itemsize, most), (of_bias, _, _) in all_tiles().items():
+    for (arch, name, itemsize, most), (tiles, _, _) in all_tiles().items():
         if (itemsize, most) == (2, HEAD_DIM):
-            print(json.dumps(build(name, arch, of_bias)))
+            print(json.dumps(build(name, arch, tiles)))

@@ -80,9 +80,9 @@ def test_no_key_is_skipped_that_would_get_anything():
             continue
         bounded += 1
         exact = below_most(inputs)
-        for grain, of_heads in enumerate(firsts):
+        for grain, starts in enumerate(firsts):
             rows = slice(grain * GRAIN, (grain + 1) * GRAIN)
-            for head, first_key in enumerate(of_heads):
+            for head, first_key in enumerate(starts):
                 assert (exact[:, head, rows, :first_key] < LEAST).all(), (number, grain, head)
     assert bounded >= 5
 
@@ -110,7 +110,7 @@ def test_keys_beyond_the_reach_of_a_steep_bias_are_skipped():
     table = -0.5 * torch.arange(KEYS).float().expand(2, -1)  # nothing beyond 210
     firsts = first_keys(q, k, Terms(table))
     assert firsts is not None
-    for grain, of_heads in enumerate(firsts):
+    for grain, starts in enumerate(firsts):
         least = max(0, GRAIN * grain - 210)
-        assert all(least - 2 * GRAIN <= first <= least for first in of_heads)
+        assert all(least - 2 * GRAIN <= first <= least for first in starts)
     assert firsts[-1][0] > 0

@@ -79,8 +79,8 @@ def test_values_and_gradients_are_those_of_gpt_oss(window):
     expected = torch.autograd.grad(theirs.transpose(1, 2), [q, k, v, layer.sinks], dout)
     gradients = torch.autograd.grad(ours, [q, k, v, sink], dout)
     torch.testing.assert_close(ours, theirs.transpose(1, 2), rtol=0, atol=2e-6)
-    for gradient, wanted in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-5)
+    for gradient, theirs_gradient in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, theirs_gradient, rtol=0, atol=1e-5)
 
 
 def test_given_scores_stand_beside_a_sink_too():

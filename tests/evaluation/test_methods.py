@@ -92,8 +92,8 @@ def test_an_encoding_refuses_a_method_or_decodes_with_it_in_pieces_as_in_a_whole
                 with_method(gpt, variant)
             continue
         expected = with_method(gpt, variant)(ids)
-        found = in_pieces(gpt, ids, [1, 1, 46, 1, 1, 40, 1, 50])
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+        result = in_pieces(gpt, ids, [1, 1, 46, 1, 1, 40, 1, 50])
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-4)
         near = NEAR.get(variant, 20)
         torch.testing.assert_close(expected[:, :near], plain[:, :near], rtol=0, atol=1e-4)
         if name not in FORGETTING:
@@ -137,17 +137,17 @@ def test_a_table_is_asked_for_places_in_the_cache_or_for_the_ceiling():
     is_sink = (query - key >= 20) & (key < 3)
     visible = is_sink | ((query - key >= 0) & (query - key < 20))
     position = build("alibi", Shape(4, 8, 32, 48)).double()
-    for method, of_sinks in (
+    for method, sink_distance in (
         (Method("sinks", {"window": 20, "sinks": 3}), query.clamp(max=3 + 20 - 1) - key),
         (method_of("lm_infinite,sinks=3,window=20,limit=100", 48), torch.tensor(100)),
     ):
-        distance = torch.where(is_sink, of_sinks, query - key)
+        distance = torch.where(is_sink, sink_distance, query - key)
         slopes = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8], dtype=torch.float64)
         scores = q @ k.mT / math.sqrt(8) - slopes[:, None, None] * distance
         expected = scores.masked_fill(~visible, -math.inf).softmax(-1) @ v
         bias = position.distance_bias(method.table_length(60))
-        found = attention_by_method(method, Text(position, q, k, v, Terms(bias)))
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        result = attention_by_method(method, Text(position, q, k, v, Terms(bias)))
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
 
 
 def test_a_clipped_table_keeps_its_value_beyond_the_distance():
@@ -169,14 +169,14 @@ def test_the_last_query_of_a_step_has_the_scores_of_transformers_dynamic_ntk(fac
     q, k, v = torch.randn(3, 1, 4, 192, 8)
     method = method_of(f"dynamic_ntk,factor={factor},step={step}", 64)
     position = build("rotary", Shape(4, 8, 32, 64))
-    found = attention_by_method(method, Text(position, q, k, v, Terms()))
+    result = attention_by_method(method, Text(position, q, k, v, Terms()))
     for length in (1, 40, 64, 80, 128, 192):
         rope = LlamaRotaryEmbedding(theirs_config)  # it remembers the longest text
         cos, sin = rope(q, torch.arange(length)[None])
         theirs_q, theirs_k = apply_rotary_pos_emb(q[:, :, :length], k[:, :, :length], cos, sin)
         scores = theirs_q[:, :, -1:] @ theirs_k.mT / math.sqrt(8)
         expected = scores.softmax(-1) @ v[:, :, :length]
-        torch.testing.assert_close(found[:, :, length - 1 : length], expected, rtol=0, atol=2e-5)
+        torch.testing.assert_close(result[:, :, length - 1 : length], expected, rtol=0, atol=2e-5)
 
 
 REFUSED = (
@@ -221,7 +221,7 @@ def test_nonsense_is_refused_with_all_faults_in_one_message():
 
 
 def test_a_method_names_all_of_its_options():
-    for given, text in (
+    for words, text in (
         ("rerope", "rerope,window=256"),
         ("leaky_rerope,factor=1.5,window=7", "leaky_rerope,window=7,factor=1.5"),
         ("self_extend,group=2", "self_extend,window=256,group=2"),
@@ -229,8 +229,8 @@ def test_a_method_names_all_of_its_options():
         ("dynamic_ntk", "dynamic_ntk,factor=1,step=512"),
         ("yarn,factor=4.0", "yarn,factor=4"),
     ):
-        assert method_of(given, 512).text == text
-        assert method_of(text, 512) == method_of(given, 512)
+        assert method_of(words, 512).text == text
+        assert method_of(text, 512) == method_of(words, 512)
     assert set(METHODS) == set(VARIANTS) - {"sinks", "clip_distance"} | {"pi", "ntk", "longrope"}
 
 

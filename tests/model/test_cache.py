@@ -37,8 +37,8 @@ def test_decoding_in_pieces_is_the_whole_pass(name):
         gpt = model(name, *options)
         expected = gpt(ids)
         assert expected.std() > 0.1
-        found = in_pieces(gpt, ids, [1, 5, 64, 1, 1, 5, 64])
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+        result = in_pieces(gpt, ids, [1, 5, 64, 1, 1, 5, 64])
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-4)
 
 
 @torch.no_grad()
@@ -58,6 +58,6 @@ def test_gradients_flow_through_a_cache():
     gpt, ids = model("kerple_log"), torch.randint(50, (1, 30))
     parameters = list(gpt.parameters())
     expected = torch.autograd.grad(gpt(ids).square().sum(), parameters)
-    found = torch.autograd.grad(in_pieces(gpt, ids, [10, 1, 19]).square().sum(), parameters)
-    for mine, theirs in zip(found, expected, strict=True):
+    result = torch.autograd.grad(in_pieces(gpt, ids, [10, 1, 19]).square().sum(), parameters)
+    for mine, theirs in zip(result, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)

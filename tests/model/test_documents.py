@@ -67,10 +67,10 @@ def test_documents_are_those_of_megatron():
         draw = torch.Generator().manual_seed(seed)
         ids = torch.randint(0, 6, (3, 40), generator=draw)  # ends beside each other too
         allowed, positions = megatron_masks(ids)
-        found = Documents.of(ids, END)
-        same = found.numbers[:, :, None] == found.numbers[:, None]
+        result = Documents.of(ids, END)
+        same = result.numbers[:, :, None] == result.numbers[:, None]
         assert torch.equal(same & torch.ones(40, 40).tril().bool(), allowed)
-        assert torch.equal(found.places, positions)
+        assert torch.equal(result.places, positions)
 
 
 @every_signature
@@ -84,13 +84,13 @@ def test_documents_of_a_window_are_each_of_them_alone_or_refused(name):
                 model(name, *settings)
             continue
         gpt, cache = model(name, *settings), Cache()
-        found = gpt(ids)
+        result = gpt(ids)
         if name in FROM_THE_BEGINNING and RESTART not in settings:
-            assert (found - expected).abs().max() > 1e-3
+            assert (result - expected).abs().max() > 1e-3
         else:
-            torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+            torch.testing.assert_close(result, expected, rtol=0, atol=2e-5)
         parts = [gpt(part, cache=cache) for part in ids.split([1, 5, 1, 1, 1, 61, 7, 13], dim=1)]
-        torch.testing.assert_close(torch.cat(parts, dim=1), found, rtol=0, atol=1e-4)
+        torch.testing.assert_close(torch.cat(parts, dim=1), result, rtol=0, atol=1e-4)
 
 
 @torch.no_grad()
@@ -98,5 +98,5 @@ def test_logn_scale_counts_the_keys_of_the_document():
     ids = window()
     expected = one_by_one(model("rotary", "logn_scale=true"), ids)
     for settings in ([MASK, RESTART], [MASK]):
-        found = model("rotary", "logn_scale=true", *settings)(ids)
-        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+        result = model("rotary", "logn_scale=true", *settings)(ids)
+        torch.testing.assert_close(result, expected, rtol=0, atol=2e-5)

@@ -16,7 +16,7 @@ VARIANTS = ("elementwise", "headwise", "elementwise_gqa", "headwise_gqa")
 
 def rows(golden: Golden, kind: str, key_heads: int) -> Tensor:
     """Our fused projection, or its gradient, from theirs: both stand by key head."""
-    parts = [golden.numbers[f"{kind}.{one}_proj.weight"] for one in "qkv"]
+    parts = [golden.numbers[f"{kind}.{letter}_proj.weight"] for letter in "qkv"]
     by_key_head = [part.unflatten(0, (key_heads, -1)) for part in parts]
     return torch.cat(by_key_head, dim=1).flatten(0, 1)
 
@@ -58,11 +58,11 @@ def test_a_gate_gives_the_numbers_of_its_authors(variant):
         (out * merged(golden.inputs["L16.dout"])).sum().backward()
         assert x.grad is not None
         close(x.grad, golden.numbers["L16.grad_x"], 1e-6)
-        found = layer.query_key_value.weight.grad
-        assert found is not None
-        close(found, rows(golden, "L16.grad", key_heads), 1e-6)
+        gradient = layer.query_key_value.weight.grad
+        assert gradient is not None
+        close(gradient, rows(golden, "L16.grad", key_heads), 1e-6)
         for ours, theirs in norms.items():
             if grouped:
-                found = layer.get_parameter(ours).grad
-                assert found is not None
-                close(found, golden.numbers[f"L16.grad.{theirs}"], 1e-6)
+                gradient = layer.get_parameter(ours).grad
+                assert gradient is not None
+                close(gradient, golden.numbers[f"L16.grad.{theirs}"], 1e-6)

@@ -38,25 +38,25 @@ def test_chunks_have_the_numbers_and_gradients_of_the_papers_recurrence(
     inputs = [torch.randn(2, 3, 141, 8, dtype=torch.float64) for _ in range(3)]
     inputs.append(largest_beta * torch.rand(2, 3, 141, 1, dtype=torch.float64))
     inputs.append(-fastest * torch.rand(2, 3, 141, decays, dtype=torch.float64))
-    inputs = [one.requires_grad_() for one in inputs]
+    inputs = [x.requires_grad_() for x in inputs]
     q, k, v, beta, log_decay = inputs
-    unit_q, unit_k = (one / (one.square().sum(-1, keepdim=True) + 1e-6).sqrt() for one in (q, k))
+    unit_q, unit_k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     state, expected = torch.zeros(2, 3, 8, 8, dtype=torch.float64), []
     for t in range(141):
         key, value, b = unit_k[:, :, t, :, None], v[:, :, t, :, None], beta[:, :, t, :, None]
-        kept = torch.eye(8, dtype=torch.float64) - b * key @ key.mT
-        state = state * log_decay[:, :, t, None].exp() @ kept + b * value @ key.mT
+        householder = torch.eye(8, dtype=torch.float64) - b * key @ key.mT
+        state = state * log_decay[:, :, t, None].exp() @ householder + b * value @ key.mT
         expected.append((state @ unit_q[:, :, t, :, None])[..., 0] / 8**0.5)
     expected = torch.stack(expected, dim=2)
 
-    found, last = gated_delta_rule(*inputs, torch.zeros_like(state))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    result, last = gated_delta_rule(*inputs, torch.zeros_like(state))
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(last.mT, state, rtol=0, atol=1e-12)
-    first, middle = gated_delta_rule(*(one[:, :, :70] for one in inputs), torch.zeros_like(state))
-    second, _ = gated_delta_rule(*(one[:, :, 70:] for one in inputs), middle)
+    first, middle = gated_delta_rule(*(x[:, :, :70] for x in inputs), torch.zeros_like(state))
+    second, _ = gated_delta_rule(*(x[:, :, 70:] for x in inputs), middle)
     torch.testing.assert_close(torch.cat([first, second], dim=2), expected, rtol=0, atol=1e-12)
     weight = torch.randn_like(expected)
-    mine = torch.autograd.grad((found * weight).sum(), inputs)
+    mine = torch.autograd.grad((result * weight).sum(), inputs)
     paper = torch.autograd.grad((expected * weight).sum(), inputs)
     torch.testing.assert_close(mine, paper, rtol=0, atol=1e-10)
 
@@ -150,8 +150,8 @@ def test_decoding_in_pieces_is_the_whole_pass_also_of_chosen_texts():
     ):
         gpt = model(*settings)
         expected = gpt(ids)
-        found = in_pieces(gpt, ids, [1, 5, 64, 1, 1, 5, 64])
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+        result = in_pieces(gpt, ids, [1, 5, 64, 1, 1, 5, 64])
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-4)
         cache, chosen = Cache(), torch.tensor([2, 0])
         gpt(ids[:, :90], cache=cache)
         cache.select(chosen)
@@ -161,11 +161,11 @@ def test_decoding_in_pieces_is_the_whole_pass_also_of_chosen_texts():
 
 def test_patterns_of_encodings_and_windows_repeat_over_the_layers_with_attention():
     gpt = model("pos_emb_layers=[kerple_log, fox]", "window_layers=[9, null]")
-    assert [one.label for one in gpt.placed] == ["layer 1 (kerple_log)", "layer 4 (fox)"]
+    assert [x.label for x in gpt.placed] == ["layer 1 (kerple_log)", "layer 4 (fox)"]
     assert [plan.window for plan in gpt.plans.values()] == [9, None]
     assert {name.split(".")[0] for name in gpt.learned()} == {"layer1", "layer4"}
     gpt(torch.randint(50, (1, 40))).square().mean().backward()
-    assert all(one.grad is not None for one in gpt.parameters())
+    assert all(x.grad is not None for x in gpt.parameters())
 
 
 def test_a_pattern_of_attention_alone_is_the_model_without_it():
@@ -182,12 +182,12 @@ def test_numbers_and_operations_of_a_hybrid_are_counted():
     for words in ([], shared, ["qk_norm=true"], heads, kda):
         gpt = model(*words)
         counted = parameters(load([], [*HYBRID, *words]), 50)
-        assert counted.whole == sum(one.numel() for one in gpt.parameters())
-        assert counted.positions == sum(one.numel() for one in gpt.positions.parameters())
+        assert counted.whole == sum(x.numel() for x in gpt.parameters())
+        assert counted.positions == sum(x.numel() for x in gpt.positions.parameters())
     # Two layers have attention, and four a state of 8 x 8 in each of 4 heads.
     for words, state in (([], 4 * 8 * 8), (heads, 6 * 12 * 8)):
-        found = attention_flops(Architecture.of(load([], [*HYBRID, *words]).model), keys=100)
-        assert found == 4 * 2 * 32 * 100 + PER_STATE * 4 * state
+        result = attention_flops(Architecture.of(load([], [*HYBRID, *words]).model), keys=100)
+        assert result == 4 * 2 * 32 * 100 + PER_STATE * 4 * state
 
 
 def test_attention_is_probed_in_the_layers_that_have_it():

@@ -74,14 +74,14 @@ def test_the_seed_decides_the_weights_and_leaves_other_randomness_alone():
 def test_tables_are_computed_once_per_step_also_where_activations_are_computed_again(
     again, monkeypatch
 ):
-    ours, asked = small("pos_emb=mep_param"), []
+    ours, lengths = small("pos_emb=mep_param"), []
     ours.checkpoint_activations = again
     kernel = type(ours.position).distance_bias
     monkeypatch.setattr(
         type(ours.position),
         "distance_bias",
-        lambda self, keys: [asked.append(keys), kernel(self, keys)][1],
+        lambda self, keys: [lengths.append(keys), kernel(self, keys)][1],
     )
     ids = torch.randint(101, (2, 65))
     ours(ids[:, :-1], labels=ids[:, 1:], mean=True).backward()
-    assert asked == [64]
+    assert lengths == [64]

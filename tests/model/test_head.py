@@ -31,10 +31,10 @@ def test_the_mean_loss_and_its_gradients_are_those_of_the_cross_entropy_in_float
     assert loss.item() == pytest.approx(expected.item(), rel=tolerance)
     scale = 2.0**12  # a loss scale, as float16 needs it
     gradients = torch.autograd.grad(loss * scale, ours)
-    of_exact = torch.autograd.grad(expected * scale, exact)
-    for found, right in zip(gradients, of_exact, strict=True):
-        assert found.dtype == dtype
-        assert (found.double() - right).norm() / right.norm() < tolerance
+    exact_gradients = torch.autograd.grad(expected * scale, exact)
+    for gradient, right in zip(gradients, exact_gradients, strict=True):
+        assert gradient.dtype == dtype
+        assert (gradient.double() - right).norm() / right.norm() < tolerance
 
 
 def test_one_token_many_times_does_not_overflow_in_float16():

@@ -36,16 +36,18 @@ def test_a_layer_computes_what_a_model_of_its_encoding_and_window_does():
 
 def test_equal_entries_share_their_numbers_unless_layers_are_to_have_their_own():
     pattern = "pos_emb_layers=[kerple_log, none, kerple_log]"
-    shared, own = model(pattern), model(pattern, "pos_emb_shared=false")
+    shared, separate = model(pattern), model(pattern, "pos_emb_shared=false")
     assert len(shared.positions) == 2
-    assert len(own.positions) == 6
+    assert len(separate.positions) == 6
     assert shared.learned().keys() == {"layer0.kerple_log.p", "layer0.kerple_log.a"}
     expected = {"layer0", "layer2", "layer3", "layer5"}
-    assert {name.split(".")[0] for name in own.learned()} == expected
-    for gpt, words in ((shared, []), (own, ["pos_emb_shared=false"])):
+    assert {name.split(".")[0] for name in separate.learned()} == expected
+    for gpt, words in ((shared, []), (separate, ["pos_emb_shared=false"])):
         counted = parameters(load([], [*SHAPE, *LARGE, pattern, *words]), 50)
-        assert counted.whole == sum(one.numel() for one in gpt.parameters())
-        assert counted.positions == sum(one.numel() for one in gpt.positions.parameters())
+        assert counted.whole == sum(parameter.numel() for parameter in gpt.parameters())
+        assert counted.positions == sum(
+            parameter.numel() for parameter in gpt.positions.parameters()
+        )
 
 
 ANYWHERE = [
@@ -72,7 +74,7 @@ def test_every_encoding_may_be_that_of_some_layers(name):
     with torch.no_grad():
         torch.testing.assert_close(in_pieces(gpt, ids, [1, 5, 64, 71]), long, rtol=0, atol=2e-4)
     long.square().mean().backward()
-    assert all(one.grad is not None for one in gpt.positions.parameters())
+    assert all(parameter.grad is not None for parameter in gpt.positions.parameters())
     again = beside_none(name, "seed=7")
     again.load_state_dict(gpt.state_dict())
     assert torch.equal(again(ids), long)
@@ -85,8 +87,8 @@ def test_scores_grow_with_the_tokens_that_a_layer_sees():
     shape = ["num_layers=1", "pos_emb=none"]
     windows = [model(*shape, "window_layers=[60]", word)(ids) for word in LOGN]
     whole = [model(*shape, word)(ids[:, 81:]) for word in LOGN]
-    for of_window, of_text in zip(windows, whole, strict=True):
-        torch.testing.assert_close(of_window[:, -1], of_text[:, -1], rtol=0, atol=1e-5)
+    for window_loss, text_loss in zip(windows, whole, strict=True):
+        torch.testing.assert_close(window_loss[:, -1], text_loss[:, -1], rtol=0, atol=1e-5)
     assert (windows[0] - windows[1]).abs().max() > 1e-3
 
 

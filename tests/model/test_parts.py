@@ -52,7 +52,7 @@ def model(*words: str) -> GPT:
 def test_numbers_and_operations_are_those_of_the_built_model(parts):
     config = configured(*parts, "pos_emb=none", "attention_backend=eager")
     gpt = from_config(config, vocab=50)
-    assert parameters(config, 50).whole == sum(one.numel() for one in gpt.parameters())
+    assert parameters(config, 50).whole == sum(parameter.numel() for parameter in gpt.parameters())
     ids = torch.zeros(1, 24, dtype=torch.long)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         gpt(ids)
@@ -69,8 +69,8 @@ def test_decoding_in_pieces_is_the_whole_pass(parts):
         gpt, cache = model(f"pos_emb={pos_emb}", *parts), Cache()
         pieces = [gpt(part, cache=cache) for part in ids.split([1, 5, 64, 11], dim=1)]
         torch.testing.assert_close(torch.cat(pieces, dim=1), gpt(ids), rtol=0, atol=1e-4)
-        kept = cache.layers[0].keys.rows
-        assert kept.shape[1] == gpt.layers[0].attention.key_heads
+        cached_keys = cache.layers[0].keys.rows
+        assert cached_keys.shape[1] == gpt.layers[0].attention.key_heads
 
 
 @every_signature

@@ -15,5 +15,7 @@ def test_the_count_is_that_of_the_model(name):
         config = load([], [*TINY, *settings, *of_encoding(name)])
         model = from_config(config, vocab=96)
         counted = parameters(config, 96)
-        assert counted.whole == sum(one.numel() for one in model.parameters())
-        assert counted.positions == sum(one.numel() for one in model.positions.parameters())
+        assert counted.whole == sum(parameter.numel() for parameter in model.parameters())
+        assert counted.positions == sum(
+            parameter.numel() for parameter in model.positions.parameters()
+        )
