@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pytest
 
 from megatron.results.comparison import compared
 from megatron.results.labels import kinds
@@ -57,6 +58,31 @@ def with_bytes(rows, size, way="tokenizer"):
         bits = row["loss"] * row["tokens"] / (math.log(2) * size)
         row |= {"bytes": size, "bytes_from": way, "bits_per_byte": bits}
     return rows
+
+
+def check_numbers(row):
+    """Assert that numbers of a written row that say the same thing agree."""
+    first = row.get("tail") or row["length"]
+    scored = first + (row["windows"] - 1) * (row.get("tail") or row.get("stride") or row["length"])
+    if row["protocol"] == "task":  # answers alone are scored, at least a token of each
+        assert row["windows"] <= row["tokens"] <= scored
+    else:
+        assert row.get("all_tokens", row["tokens"]) == scored
+        assert row["tokens"] <= scored
+    if row["loss"] is None:
+        return
+    assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
+    blocks = row.get("block_losses") or []
+    for key, weights in (
+        ("window_losses", row.get("window_tokens")),
+        ("block_losses", row.get("block_tokens") or [512] * len(blocks)),
+        ("position_losses", np.diff(row.get("position_edges") or [0])),
+    ):
+        if losses := row.get(key):  # written with six digits
+            assert np.average(losses, weights=weights) == pytest.approx(row["loss"], abs=2e-6), key
+    if shares := row.get("window_accuracies"):
+        assert row["accuracy"] * len(shares) == pytest.approx(shares.count(1), abs=0.01)
+        assert 0 <= min(shares) <= max(shares) <= 1
 
 
 # --- Losses of windows and blocks ---

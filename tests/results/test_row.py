@@ -8,7 +8,7 @@ from megatron.results import read_results as read_frame
 from megatron.results.files import read_results, write_results
 from megatron.results.probes import is_of_probes, read_probes
 from megatron.results.row import Row, agrees, by_text, measurement_of, run_of, value_of
-from tests.results.rows import row, row_at_512, rows, texts
+from tests.results.rows import check_numbers, row, row_at_512, rows, texts
 from tests.support import ROOT
 
 
@@ -19,6 +19,7 @@ def test_the_files_at_hand_are_rows_whose_numbers_agree():
             continue
         for measured in read_results([path]):
             assert {*measured} <= {*Row.__annotations__}
+            check_numbers(measured)
 
 
 def test_users_read_a_frame_with_a_line_for_each_row(tmp_path):
