@@ -2,7 +2,8 @@
 
 python tools/compare.py A.jsonl B.jsonl … [--against NAME] [-o out.md]
 
-It pairs losses of the same text, as evaluate.py wrote them; the first encoding is the reference.
+It pairs losses of the same targets, as evaluate.py wrote them; the first encoding is the reference.
+The name of a protocol, such as --against gap, compares each model with itself under that protocol.
 From three common seeds on, differences are tested over seeds. With fewer, intervals hold for these
 weights on this text, and nothing is marked as significant.
 """
@@ -26,15 +27,13 @@ from megatron.results.row import TASK
 @guarded
 def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
-    kept = []
-    for path in options.results:
-        if is_of_probes(path):
-            print(f"note: {path} holds probes, left out", file=sys.stderr)
-        else:
-            kept.append(path)
-    if not kept:
+    probes = [path for path in options.results if is_of_probes(path)]
+    for path in probes:
+        print(f"note: {path} holds probes, left out", file=sys.stderr)
+    paths = [path for path in options.results if path not in probes]
+    if not paths:
         raise UserError("compare.py: every file holds probes - give files of evaluate.py")
-    rows = read_results(kept)
+    rows = read_results(paths)
     if any(row.get("protocol") == TASK for row in rows):
         raise UserError(
             "compare.py: rows of tasks have accuracies, and losses are compared here - leave their"
@@ -42,8 +41,8 @@ def main(argv: list[str] | None = None) -> int:
         )
     comparisons = compared(kinds(rows), options.against)
     output = options.output
-    found = [two_by_two(of_text, heading) for heading, of_text in sections(rows).items()]
-    repairs = [table for table in found if table]
+    by_section = [two_by_two(members, heading) for heading, members in sections(rows).items()]
+    repairs = [table for table in by_section if table]
     if output:
         mark = "<!-- by tools/compare.py -->"
         if output.suffix in (".md", ""):
@@ -51,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
             text = "\n\n".join([mark, markdown, *(table.markdown() for table in repairs)])
         elif output.suffix == ".json":
             mark = '"over_text": '
-            text = json.dumps([one.plain() for one in comparisons], indent=1)
+            text = json.dumps([pair.plain() for pair in comparisons], indent=1)
         else:
             raise UserError(f"--output: {output} is neither .md nor .json - name it so")
         write_output(output, f"{text}\n".encode(), mark.encode())

@@ -36,10 +36,10 @@ def main(argv: list[str] | None = None) -> int:
     if table.sweep is None:
         raise UserError(f"{options.table}: cannot be reproduced here: {table.why_not}")
     # A shipped sweep, or one beside a table of the user's own.
-    own = options.table.endswith(".yml")
-    file = (Path(options.table).parent if own else ROOT / "configs" / "sweeps") / expanded(
-        table.sweep
-    )
+    folder = ROOT / "configs" / "sweeps"
+    if options.table.endswith(".yml"):
+        folder = Path(options.table).parent
+    file = folder / expanded(table.sweep)
     if options.run:
         command = [sys.executable, str(ROOT / "tools" / "sweep.py"), "run", str(file)]
         if options.folder is not None:
@@ -85,11 +85,11 @@ def requirements(table: Published, sweep: Sweep) -> Requirements:
             key = (corpus, cell.config.position.pos_emb)
             hashes.setdefault(key, set()).update(cell.config.hashes)
     config = sweep.cells[0].config
-    options = [one.options for one in sweep.cells[0].evaluations]
-    starts = [one.get("start", 0) for one in options if one.get("protocol") == "paper"]
+    options = [evaluation.options for evaluation in sweep.cells[0].evaluations]
+    starts = [choice.get("start", 0) for choice in options if choice.get("protocol") == "paper"]
     tokens_per_step = windows_per_step(config) * config.model.seq_length
     return Requirements(
-        hashes={key: frozenset(found) for key, found in hashes.items()},
+        hashes={key: frozenset(values) for key, values in hashes.items()},
         train_length=config.model.seq_length,
         step=config.training.train_iters,
         tokens=config.training.train_iters * tokens_per_step,

@@ -28,8 +28,8 @@ def main(argv: list[str] | None = None) -> int:
             markdown=options.markdown,
         )
     )
-    for heading, of_text in sections(rows).items():
-        if gains := table_of_gains(of_text):
+    for heading, members in sections(rows).items():
+        if gains := table_of_gains(members):
             print(f"\n{heading}\n{gains.text()}")
     if options.output:
         plot_results(rows, options.output, over_seeds=options.over_seeds)

@@ -290,7 +290,7 @@ def judged(claims: Sequence[Claim], rows: Sequence[Row]) -> list[Verdict]:
                 (group, theirs_of.get(identity(group[0], shared)))
                 for group in grouped(ours, shared)
             ]
-            answers = [(group, others) for group, others in pairs if others]
+            answers = [(group, partners) for group, partners in pairs if partners]
             if not answers:
                 raise NoRows(
                     "the two sides share no corpus, protocol and its options, train_length and step"
@@ -298,9 +298,9 @@ def judged(claims: Sequence[Claim], rows: Sequence[Row]) -> list[Verdict]:
         except NoRows as missing:
             verdicts.append(Verdict(claim, "no rows", reason=str(missing)))
             continue
-        for group, others in answers:
+        for group, partners in answers:
             try:
-                verdict = _verdict(claim, group, others, axes)
+                verdict = _verdict(claim, group, partners, axes)
             except NoRows as missing:
                 verdict = Verdict(claim, "no rows", reason=str(missing))
             verdict.example = group[0]

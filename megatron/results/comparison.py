@@ -162,11 +162,11 @@ def compared(kinds: Mapping[str, Sequence[Row]], against: str | None = None) -> 
             if matching(reference, by_setting):
                 comparisons += _pairs(by_setting, select(reference, by_setting), TARGETS)
 
-    others = [pair for pair in comparisons if pair.encoding != pair.reference]
-    if others and not any(pair.difference for pair in others):
-        reasons = {f"{pair.encoding} at {pair.length}: {pair.reason}": None for pair in others}
+    differing = [pair for pair in comparisons if pair.encoding != pair.reference]
+    if differing and not any(pair.difference for pair in differing):
+        reasons = {f"{pair.encoding} at {pair.length}: {pair.reason}": None for pair in differing}
         each_once = "\n  ".join(reasons)
-        raise UserError(f"nothing can be compared with {others[0].reference}:\n  {each_once}")
+        raise UserError(f"nothing can be compared with {differing[0].reference}:\n  {each_once}")
 
     tested = [number for number, pair in enumerate(comparisons) if pair.p is not None]
     corrected = holm([comparisons[number].p or 0.0 for number in tested])

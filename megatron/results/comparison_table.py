@@ -107,32 +107,30 @@ def two_by_two(rows: Sequence[Row], title: str = "") -> Table | None:
             models.append(model)
 
     lines = []
-    kinds_of_interval = set()
-    for label, of_kind in kinds(models).items():
+    interval_kinds = set()
+    for label, members in kinds(models).items():
         by_repair: dict[str, list[Row]] = {}
-        for row in of_kind:
+        for row in members:
             by_repair.setdefault(repair_of[id(row)], []).append(row)
         if "as trained" not in by_repair or by_repair.keys() <= {"as trained", "window"}:
             continue
-        texts: dict[int, dict[str, str]] = {}
+        lines_of: dict[int, dict[str, str]] = {}
         with contextlib.suppress(UserError):  # no length has two numbers
-            for one in compared(by_repair, "as trained"):
-                text = cell(one.perplexity)
-                if one.encoding != "as trained":
-                    text = f"{one.difference.mean:+.4f}" if one.difference else "n/a"
-                if one.interval:
-                    low, high = one.interval
-                    text = f"{text} [{low:+.4f}, {high:+.4f}]"
-                    kinds_of_interval.add(ABOUT[one.is_claim])
-                texts.setdefault(one.length, {})[one.encoding] = text
-        for length, of_length in sorted(texts.items()):
-            cells = [of_length.get(name, "") for name in REPAIRS]
-            lines.append([label, str(length), *cells])
+            for pair in compared(by_repair, "as trained"):
+                text = cell(pair.perplexity)
+                if pair.encoding != "as trained":
+                    text = f"{pair.difference.mean:+.4f}" if pair.difference else "n/a"
+                if pair.interval:
+                    text += " [{:+.4f}, {:+.4f}]".format(*pair.interval)
+                    interval_kinds.add(ABOUT[pair.is_claim])
+                line = lines_of.setdefault(pair.length, dict.fromkeys(REPAIRS, ""))
+                line[pair.encoding] = text
+        lines += [[label, str(length), *line.values()] for length, line in sorted(lines_of.items())]
     if not lines:
         return None
     notes = [
         "as trained: perplexity; others: loss minus that as trained, in nats: below 0 is better;"
-        f" 95 % intervals: {' or '.join(sorted(kinds_of_interval))}",
+        f" 95 % intervals: {' or '.join(sorted(interval_kinds))}",
         "clipped: no distance that was not trained; log n: scores scaled for the number of keys;"
         " window: distances and numbers of keys as in training",
     ]
@@ -148,12 +146,12 @@ def _ratio(difference: float) -> str:
 
 def how_made(comparisons: Sequence[Comparison]) -> list[str]:
     """How the intervals and the marks were made, in sentences."""
-    texts = [(one, one.over_text) for one in comparisons if one.over_text]
-    claims = [one for one in comparisons if one.is_claim]
-    others = [(one, text) for one, text in texts if not one.is_claim]
+    texts = [(pair, pair.over_text) for pair in comparisons if pair.over_text]
+    claims = [pair for pair in comparisons if pair.is_claim]
+    weights = [(pair, text) for pair, text in texts if not pair.is_claim]  # about these alone
     lines = []
-    if others:
-        seeds = [len(one.by_seed) for one, _ in others]
+    if weights:
+        seeds = [len(pair.by_seed) for pair, _ in weights]
         counts = from_to(min(seeds), max(seeds))
         noun = "common seed" if max(seeds) == 1 else "common seeds"
         lines.append(
@@ -161,25 +159,25 @@ def how_made(comparisons: Sequence[Comparison]) -> list[str]:
             " other seeds would differ, so nothing is marked: a claim about an encoding needs"
             f" {SEEDS} seeds"
         )
-    blocks = [(one, text) for one, text in others if text.unit == "blocks"]
+    blocks = [(pair, text) for pair, text in weights if text.unit == "blocks"]
     if blocks:
         lines.append(
             "differences of the same blocks of up to 512 targets; the error accounts for the"
             " correlation of neighbouring blocks and of the blocks of one window"
         )
-        single = sorted({one.length for one, text in blocks if text.windows == 1})
+        single = sorted({pair.length for pair, text in blocks if text.windows == 1})
         if single:
             lines.append(
                 f"one window at length {', '.join(map(str, single))}: the interval does not include"
                 " the difference between windows"
             )
-    windows = {one.length: text.estimate for one, text in others if text.unit == "windows"}
+    windows = {pair.length: text.estimate for pair, text in weights if text.unit == "windows"}
     if windows:
         sizes = [estimate.block for estimate in windows.values()]
         batches = from_to(min(sizes), max(sizes))
         sample = "windows" if batches == "1" else f"overlapping batches of {batches} windows"
         lines.append(f"differences of the same windows; Student's t over {sample}")
-        few = [f"{one.n} at length {length}" for length, one in windows.items() if one.n < FEW]
+        few = [f"{text.n} at length {length}" for length, text in windows.items() if text.n < FEW]
         if few:
             lines.append(
                 f"few windows ({', '.join(few)}): where neighbours correlate, their intervals cover"
@@ -187,8 +185,8 @@ def how_made(comparisons: Sequence[Comparison]) -> list[str]:
                 " sample"
             )
     if claims:
-        tests = sum(one.p is not None for one in claims)
-        seeds = [len(one.by_seed) for one in claims]
+        tests = sum(pair.p is not None for pair in claims)
+        seeds = [len(pair.by_seed) for pair in claims]
         counts = from_to(min(seeds), max(seeds))
         reference = claims[0].reference
         lines += [
@@ -206,7 +204,7 @@ def how_made(comparisons: Sequence[Comparison]) -> list[str]:
             f"n_eff: the number of independent {units} that would give the same error"
             f" ({from_to(least, most)} tokens)"
         )
-    if len({one.seeds for one in comparisons}) > 1:
+    if len({pair.seeds for pair in comparisons}) > 1:
         lines.append(
             "perplexity is the mean over the seeds of an encoding,"
             " the difference over those that both have"

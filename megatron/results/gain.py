@@ -47,20 +47,19 @@ class Gain:
 
 def gains_of(rows: Sequence[Row]) -> list[Gain]:
     """The gains of every longer length over the shortest one; rows: one run, shortest first."""
-    known = [row for row in rows if row.get("token_losses")]
-    found = []
-    for long in known[1:]:
-        short = known[0]
+    measured = [row for row in rows if row.get("token_losses")]
+    gains = []
+    for long in measured[1:]:
+        short = measured[0]
         losses = [row.get("token_losses", []) for row in (short, long)]
         count = min(map(len, losses))
         windows = long.get("window_tokens") or [long["tokens"] // long["windows"]] * long["windows"]
         ends = np.cumsum(windows)
         whole = int(np.searchsorted(ends, count, side="right"))
         if long.get("region") == short.get("region") and whole:
-            after_short, after_long = (np.array(one[: ends[whole - 1]]) for one in losses)
-            gains = after_short - after_long
-            found.append(Gain(short, long, gains, windows[:whole]))
-    return found
+            after_short, after_long = (np.array(row[: ends[whole - 1]]) for row in losses)
+            gains.append(Gain(short, long, after_short - after_long, windows[:whole]))
+    return gains
 
 
 def table_of_gains(rows: Sequence[Row]) -> Table | None:
@@ -68,8 +67,8 @@ def table_of_gains(rows: Sequence[Row]) -> Table | None:
     head = ["pos_emb", "context", "targets", "mean gain"]
     head += [f"{word} > {least:g}" for least in THRESHOLDS for word in ("gain", "lose")]
     lines = []
-    for label, of_run in runs(rows).items():
-        for gain in gains_of(of_run):
+    for label, members in runs(rows).items():
+        for gain in gains_of(members):
             context = f"{gain.short['length']} to {gain.long['length']}"
             mean = gain.over_windows(gain.gains)
             text = f"{mean.mean:+.4f}"
@@ -78,7 +77,7 @@ def table_of_gains(rows: Sequence[Row]) -> Table | None:
             line = [label, context, f"{len(gain.gains):,}", text]
             for least in THRESHOLDS:
                 for sign in (1, -1):
-                    share, low, high = (f"{100 * one:.1f}" for one in gain.share(sign * least))
+                    share, low, high = (f"{100 * bound:.1f}" for bound in gain.share(sign * least))
                     line.append(f"{share} % [{low}, {high}]")
             lines.append(line)
     if not lines:

@@ -143,7 +143,7 @@ def compare(table: Published, rows: Sequence[Row], required: Requirements) -> li
         corpus = (row.get("cell") or {}).get(CORPUS_AXIS, row.get("corpus"))
         place = (corpus, row["pos_emb"], row["length"], row.get("protocol"))
         rows_of.setdefault(place, []).append(row)
-    found = []
+    cells = []
     for corpus, encodings in table.cells.items():
         for encoding, numbers in encodings.items():
             hashes = required.hashes.get((corpus, encoding), frozenset())
@@ -165,23 +165,23 @@ def compare(table: Published, rows: Sequence[Row], required: Requirements) -> li
                     else:
                         ours += values
                 reasons = tuple(dict.fromkeys(refused))
-                found.append(Compared(corpus, encoding, length, number, tuple(ours), reasons))
-    return found
+                cells.append(Compared(corpus, encoding, length, number, tuple(ours), reasons))
+    return cells
 
 
 def refusal(
     row: Row, table: Published, required: Requirements, hashes: frozenset[str]
 ) -> str | None:
     """Why a row does not answer the table's question, or None."""
-    wanted = {
+    required_facts = {
         "train_length": required.train_length,
         "step": required.step,
         "part": table.part,
         "start": required.start,
     }
     if table.windows is not None:
-        wanted["windows"] = table.windows
-    for key, value in wanted.items():
+        required_facts["windows"] = table.windows
+    for key, value in required_facts.items():
         if row.get(key) != value:
             return f"{key} is {row.get(key)}, the table's is {value}"
     if changed := variant_of([row], ATTENTION_INPUTS):

@@ -86,8 +86,8 @@ def write_probes(path: Path, rows: Sequence[ProbeRow]) -> None:
         return (*run_of(row), row["probe"], row["length"])
 
     measured = {measurement(row) for row in rows}
-    kept = [row for row in existing_probes(path) if measurement(row) not in measured]
-    write_lines(path, [*kept, *rows])
+    unchanged = [row for row in existing_probes(path) if measurement(row) not in measured]
+    write_lines(path, [*unchanged, *rows])
 
 
 def existing_probes(path: Path) -> list[ProbeRow]:
@@ -112,17 +112,17 @@ def axis_of(probe: str) -> str:
 def tables_of_probes(rows: Sequence[ProbeRow]) -> list[Table]:
     """For one model: the token accuracy of each task by place and length, its receptive field, and
     its attention by distance at the longest length. Only what was measured has a table."""
-    of_probe: dict[str, list[ProbeRow]] = {}
+    rows_of: dict[str, list[ProbeRow]] = {}
     for row in rows:
         if not row.get("reason"):
-            of_probe.setdefault(row["probe"], []).append(row)
+            rows_of.setdefault(row["probe"], []).append(row)
     tables = []
     for task in TASKS:
-        if task not in of_probe:
+        if task not in rows_of:
             continue
         axis = axis_of(task)
         cells: dict[float, dict[int, str]] = {}
-        for row in of_probe[task]:
+        for row in rows_of[task]:
             guess = row.get("guess")
             guess_rate = "" if guess is None else f"({guess:.2g}) "
             accuracy = row.get("accuracy") or 0.0
@@ -135,7 +135,7 @@ def tables_of_probes(rows: Sequence[ProbeRow]) -> list[Table]:
                     f"{task}: {row['pos_emb']} was asked twice at length {row['length']}, and its"
                     " answers differ - give the results of one call"
                 )
-        lengths = sorted({row["length"] for row in of_probe[task]})
+        lengths = sorted({row["length"] for row in rows_of[task]})
         head = [PLACES[axis], *map(str, lengths)]
         body = []
         for place, by_length in sorted(cells.items()):
@@ -143,11 +143,11 @@ def tables_of_probes(rows: Sequence[ProbeRow]) -> list[Table]:
             body.append([f"{place:g}", *line])
         title = f"{task}: token accuracy, (guess rate), gain in nats"
         tables.append(Table(head, body, title=title))
-    if fields := of_probe.get("receptive_field"):
+    if fields := rows_of.get("receptive_field"):
         body = [[str(row["length"]), str(row.get("reach"))] for row in fields]
         title = "receptive_field: tokens that hold 99 % of the gradient"
         tables.append(Table(["length", "tokens"], body, title=title))
-    if looks := of_probe.get("attention"):
+    if looks := rows_of.get("attention"):
         longest = max(looks, key=lambda row: row["length"])
         edges = longest.get("edges", [])
         head = ["distance or further", *map(str, edges[:-1])]

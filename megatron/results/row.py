@@ -275,8 +275,8 @@ def agrees(row: Mapping[str, Any], question: Mapping[str, Any]) -> bool:
         if key not in row:
             return False
         if key in VARIANT:
-            wanted = value_of(cast("Question", question), key)
-            if value_of(cast("Question", row), key) != wanted:
+            values = {value_of(cast("Question", facts), key) for facts in (row, question)}
+            if len(values) > 1:
                 return False
         elif row[key] != value:
             return False

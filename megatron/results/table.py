@@ -218,8 +218,8 @@ def table(
         if len(texts) > 1:
             parts.append(heading)
         for quantity in [BITS] if bits_per_byte else quantities_of(group):
-            of_text = table_of_text(group, quantity, over_seeds=over_seeds)
-            parts.append(of_text.markdown() if markdown else of_text.text())
+            shown_table = table_of_text(group, quantity, over_seeds=over_seeds)
+            parts.append(shown_table.markdown() if markdown else shown_table.text())
     if left_out := len(rows) - len(shown):
         parts.append(f"left out: {left_out} rows without bits per byte - {MEASURE_AGAIN}")
     return "\n\n".join(parts)
