@@ -220,6 +220,9 @@ def _misfit(row: Mapping[str, Any]) -> str | None:
         return f"its loss is null, its {numbers[0]} {row[numbers[0]]:g}"
     if loss is not None and loss < 0:
         return f"its loss is {loss:g}, below 0"
+    shares = [row.get(key) or 0 for key in ACCURACIES] + (row.get("window_accuracies") or [])
+    if not all(0 <= share <= 1 for share in shares):
+        return "it has an accuracy that is not between 0 and 1"
     some_are_empty = "all_tokens" in row
     for key in ("window_losses", "window_accuracies"):
         count = len(row.get(key) or ())
@@ -234,6 +237,8 @@ def _misfit(row: Mapping[str, Any]) -> str | None:
         ("position_losses", [end - start for start, end in itertools.pairwise(edges)]),
     ):
         count = len(row.get(key) or ())
+        if loss is None and count == 0:
+            continue
         if sizes is not None and (len(sizes) != count or min(sizes, default=1) < 1):
             return f"its {count} {key} do not fit their {len(sizes)} numbers of tokens"
     if blocks and sum(block_tokens) != row["tokens"]:

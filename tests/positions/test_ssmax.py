@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron.model import AttentionSettings
+from megatron.evaluation.methods import MeasuredAttention
 from megatron.positions import Shape, build
 from tests.model.test_cache import in_pieces, model
 from tests.positions.test_authors import output_of
@@ -61,7 +61,7 @@ def test_n_is_the_number_of_keys_that_a_query_attends_to(settings, visible, name
     is_ssmax = name == "ssmax"
     gpt = model("ssmax" if is_ssmax else "none", "num_layers=1")
     gpt.use_attention(
-        AttentionSettings(attention_backend=backend, logn_scale=not is_ssmax, **settings)
+        MeasuredAttention(attention_backend=backend, logn_scale=not is_ssmax, **settings)
     )
     layer, tensors = gpt.layers[0].attention, []
     layer.query_key_value.register_forward_hook(lambda _, x, fused: tensors.append(fused))
