@@ -336,7 +336,7 @@ def gradients(
     dlse: Tensor | None,
     wants: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, bias, weight, u, w and own, as these; None where there is none.
+    """Gradients of q, k, v, bias, weight, u, w and own_w, as these; None where there is none.
 
     out, dout: the output and its gradient, [batch, heads, queries, features]; dlse: of the lse;
     wants: of which tensors gradients are wanted. Tensors of given scores get theirs as `grad`.
@@ -356,7 +356,7 @@ def gradients(
     dq, dk, dv = torch.zeros_like(wide_q), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
     dbias = torch.zeros_like(bias) if wants[3] else None
     dweight = torch.zeros_like(weight) if weight is not None and wants[4] else None
-    du = dw = down = None
+    du = dw = grad_own_w = None
     as_features = content is not None and weight is None and terms.scores is None
     if content is not None:
         dw = torch.zeros_like(content.w)
@@ -455,8 +455,8 @@ def gradients(
             _add_product(dv[column_index], probabilities.to(q.dtype).mT, dout[row_index])
         if block_scores is not None:
             learning = [number for number, leaf in enumerate(leaves) if leaf.requires_grad]
-            downs = [dgiven[number].transpose(0, 1) for number in learning]
-            torch.autograd.backward([leaves[number] for number in learning], downs)
+            leaf_gradients = [dgiven[number].transpose(0, 1) for number in learning]
+            torch.autograd.backward([leaves[number] for number in learning], leaf_gradients)
 
     scale = 1 / math.sqrt(head_dim)
     dq = dq.mul_(scale).transpose(0, 1).flip(2).to(dtypes[0])
@@ -465,10 +465,12 @@ def gradients(
     if du is not None and content is not None and content.u is not None:
         du = du.to(content.u.dtype)
     if dlse is not None and content is not None:  # of what is subtracted: w of the own key
-        down = -dlse[..., None].to(content.w.dtype)
-        down = down.expand_as(content.own_w) if content.u is None else down * content.u
+        grad_own_w = -dlse[..., None].to(content.w.dtype)
+        grad_own_w = (
+            grad_own_w.expand_as(content.own_w) if content.u is None else grad_own_w * content.u
+        )
     table_gradients = scope.restored(dbias, terms.bias), scope.restored(dweight, terms.weight)
-    return dq, dk, dv, *table_gradients, du, dw, down
+    return dq, dk, dv, *table_gradients, du, dw, grad_own_w
 
 
 def _heads_first(x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ class Content:
     its last token before it rounds (`relative`).
 
     u [batch, heads, queries, rank] or None for ones, w [batch, heads, keys, rank];
-    own [batch, heads, queries, rank]: w of each query's own key
+    own_w [batch, heads, queries, rank]: w of each query's own key
     """
 
     u: Tensor | None
@@ -111,7 +112,7 @@ class Terms:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """What may learn: bias, weight, and u, w and own of the content."""
+        """What may learn: bias, weight, and u, w and own_w of the content."""
         content = self.content
         parts = (None, None, None) if content is None else (content.u, content.w, content.own_w)
         return self.bias, self.weight, *parts
@@ -134,8 +135,7 @@ class Terms:
         if content is not None:
             content = content.part(rows, keys, texts=texts)
         if index_bias is not None and keys.start:
-            whole_text = index_bias
-            index_bias = lambda i, j: whole_text(i + keys.start, j + keys.start)  # noqa: E731
+            index_bias = partial(_shifted, index_bias, keys.start)
         segments = None if self.segments is None else self.segments[texts, keys]
         return replace(self, content=content, index_bias=index_bias, segments=segments)
 
@@ -151,6 +151,11 @@ class Terms:
             self.index_bias,
         )
         return all(term is None for term in masks_and_tables)
+
+
+def _shifted(index_bias: IndexBias, start: int, query: Tensor, key: Tensor) -> Tensor:
+    """An index bias by indices that are counted from `start` on."""
+    return index_bias(query + start, key + start)
 
 
 def with_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
