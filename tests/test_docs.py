@@ -15,7 +15,7 @@ from tokenizers import ByteLevelBPETokenizer
 from megatron.config import load
 from megatron.model import from_config
 from megatron.positions import REGISTRY
-from megatron.results.files import read_results
+from megatron.results.files import read_rows
 from megatron.results.papers import published_tables
 from megatron.results.table import table
 from tests.published import KERPLE, MEP, experiments, write_bases
@@ -247,7 +247,7 @@ def test_the_readmes_encoding_and_mixture_work(clone, forks):
 
 def test_the_readmes_table_is_the_measured_one():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    _, grid, *_ = table(read_results([DOCS / "demo.jsonl"]), markdown=True).split("\n\n")
+    _, grid, *_ = table(read_rows([DOCS / "demo.jsonl"]), markdown=True).split("\n\n")
     assert grid in readme
     assert [name for name in REGISTRY if not re.search(rf"[` ]{name}[` \n]", readme)] == []
 

@@ -17,7 +17,7 @@ from megatron.evaluation.loaded_run import loaded_run
 from megatron.interop.reference import load_plain
 from megatron.positions import load_file
 from megatron.report.page import model_beside
-from megatron.results.files import read_results
+from megatron.results.files import read_rows
 from tests.checkpoints import make_checkpoint
 from tests.results.rows import rows
 
@@ -124,7 +124,7 @@ def test_what_rows_will_repeat_has_no_control_characters(step, tmp_path):
     (row,) = rows("t5", {512: 9.0})
     path.write_text(json.dumps(row | {"any": {"deep": [["\x9b2J"]]}}) + "\n")
     with pytest.raises(UserError, match=r"line 1: it has a control character in '.*\\.*'"):
-        read_results([path])
+        read_rows([path])
     sidecar = tmp_path / "text.json"
     facts = {"documents": 1, "tokens": 2, "corpus": "wiki"}
     sidecar.write_text(json.dumps(facts))

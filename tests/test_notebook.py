@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megatron.results.files import read_results
+from megatron.results.files import read_rows
 from tests.support import ROOT
 from tools.document_commands import make_clone
 
@@ -49,5 +49,5 @@ def test_all_cells_run_and_produce_what_the_text_describes(tmp_path, monkeypatch
             exec("".join(cell["source"]), names)
     check(printed.getvalue())
     for name in NAMES:
-        rows = read_results([tmp_path / "runs/first_encoding" / name / "results.jsonl"])
+        rows = read_rows([tmp_path / "runs/first_encoding" / name / "results.jsonl"])
         assert {row["pos_emb"] for row in rows} == {name}

@@ -15,7 +15,7 @@ from megatron.cli_errors import command_parser, guarded
 from megatron.errors import UserError, did_you_mean, visible
 from megatron.files import ROOT, write_output
 from megatron.results.claims import GRAMMAR, judged, read_claims, table_of
-from megatron.results.files import read_results
+from megatron.results.files import read_rows
 
 MARK = b"<!-- by tools/claims.py -->"
 SHIPPED = ROOT / "configs" / "claims"
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         hint = did_you_mean(path.stem, shipped) or f"configs/claims has {', '.join(shipped)}"
         raise UserError(f"{options.file}: there is no such file of claims - {hint}")
     source, claims = read_claims(path)
-    table = table_of(judged(claims, read_results(options.results)), source)
+    table = table_of(judged(claims, read_rows(options.results)), source)
     print(visible(table.text()))
     if options.output:
         content = MARK + f"\n\n{table.markdown()}\n".encode()

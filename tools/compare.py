@@ -18,7 +18,7 @@ from megatron.errors import UserError
 from megatron.files import write_output
 from megatron.results.comparison import compared
 from megatron.results.comparison_table import tables, two_by_two
-from megatron.results.files import read_results
+from megatron.results.files import read_rows
 from megatron.results.labels import kinds, sections
 from megatron.results.probes import is_of_probes
 from megatron.results.row import TASK
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     paths = [path for path in options.results if path not in probes]
     if not paths:
         raise UserError("compare.py: every file holds probes - give files of evaluate.py")
-    rows = read_results(paths)
+    rows = read_rows(paths)
     if any(row.get("protocol") == TASK for row in rows):
         raise UserError(
             "compare.py: rows of tasks have accuracies, and losses are compared here - leave their"

@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron.cli_errors import command_parser, guarded
 from megatron.errors import UserError
 from megatron.files import ROOT, expanded
-from megatron.results.files import read_results
+from megatron.results.files import read_rows
 from megatron.results.papers import (
     Published,
     Requirements,
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         if subprocess.run(command, check=False).returncode != 0:
             return 1
     sweep = load_sweep(file, options.folder)
-    rows = read_results(options.results) if options.results else finished_rows(sweep)
+    rows = read_rows(options.results) if options.results else finished_rows(sweep)
     cells = compare(table, rows, requirements(table, sweep))
     print(render(table, cells))
     empty = [cell for cell in cells if not cell.ours and not cell.refused]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron.cli_errors import command_parser, guarded
 from megatron.report.curves import plot_results
-from megatron.results.files import read_results
+from megatron.results.files import read_rows
 from megatron.results.gain import table_of_gains
 from megatron.results.labels import sections
 from megatron.results.table import table
@@ -19,7 +19,7 @@ from megatron.results.table import table
 @guarded
 def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
-    rows = read_results(options.results)
+    rows = read_rows(options.results)
     print(
         table(
             rows,

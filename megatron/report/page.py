@@ -31,7 +31,7 @@ from megatron.report.curves import (
 from megatron.report.encoding_figures import NO_PICTURE, figures_of_model
 from megatron.results.comparison import compared
 from megatron.results.comparison_table import how_made, tables_of, two_by_two
-from megatron.results.files import PICTURES, read_results
+from megatron.results.files import PICTURES, read_rows
 from megatron.results.gain import Gain, gains_of, table_of_gains
 from megatron.results.labels import kinds, labels_of, matching, runs, sections, select
 from megatron.results.probes import ProbeRow, is_of_probes, read_probes, tables_of_probes
@@ -120,7 +120,7 @@ class Page:
 def page_of(paths: Sequence[Path], *, against: str | None = None) -> Page:
     """The page of some files of results and probes, with the encodings of their checkpoints."""
     results = [path for path in paths if not is_of_probes(path)]
-    rows = read_results(results)
+    rows = read_rows(results)
     probes = read_probes([path for path in paths if path not in results])
     return page_of_rows(rows, probes, paths, against)
 

@@ -16,6 +16,6 @@ def read_results(*paths: str | Path) -> "pd.DataFrame":
     """
     import pandas as pd  # training and evaluation begin faster without it
 
-    from megatron.results.files import read_results as read_rows
+    from megatron.results.files import read_rows
 
     return pd.DataFrame(read_rows(paths)).convert_dtypes()

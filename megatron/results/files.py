@@ -48,10 +48,10 @@ def write_results(path: Path, rows: Sequence[Row]) -> None:
 
 def existing_results(path: Path) -> list[Row]:
     """The rows of a file; none if it is absent or empty."""
-    return read_results([path]) if has_lines(path) else []
+    return read_rows([path]) if has_lines(path) else []
 
 
-def read_results(paths: Iterable[str | Path]) -> list[Row]:
+def read_rows(paths: Iterable[str | Path]) -> list[Row]:
     """The rows of several files, in order; a later row replaces that of the same measurement.
 
     A row that was measured again outside of its sweep still belongs to the sweep's cell.

@@ -75,7 +75,7 @@ def is_of_probes(path: Path) -> bool:
         first, *_ = read_small(path, LARGEST).split(b"\n", 1)
         line = parse(first)
     except (OSError, ValueError):
-        return False  # read_results says what is wrong with it
+        return False  # read_rows says what is wrong with it
     return isinstance(line, dict) and "probe" in line
 
 

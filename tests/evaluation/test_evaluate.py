@@ -22,7 +22,7 @@ from megatron.evaluation import evaluate_checkpoint, loaded_run
 from megatron.evaluation.loaded_run import SHAPES_LOSSES, code_fingerprint
 from megatron.folder_lock import owned_file
 from megatron.model import from_config
-from megatron.results.files import read_results, write_lines
+from megatron.results.files import read_rows, write_lines
 from megatron.results.labels import runs
 from tests.support import ROOT
 from tests.support import run as run_script
@@ -102,7 +102,7 @@ def evaluate(*words):
 
 def rows_of(output, *words):
     assert evaluate(*words, "--output", output) == 0
-    return read_results([output])
+    return read_rows([output])
 
 
 def given(folder, home, *more):
@@ -178,7 +178,7 @@ def test_an_evaluation_repeats_and_two_processes_give_the_rows_of_one(home, tmp_
     assert launched.returncode == 0, launched.stderr
     assert launched.stdout.count("perplexity on noise valid, 128 tokens") == 2
     clock = {"seconds", "tokens_per_second"}
-    several = [read_results([output]), rows_of(tmp_path / "one.jsonl", file, *words)]
+    several = [read_rows([output]), rows_of(tmp_path / "one.jsonl", file, *words)]
     for rows in several:
         for row, key in itertools.product(rows, clock):
             del row[key]
@@ -189,7 +189,7 @@ def test_learned_positions_say_where_they_end_instead_of_a_number(folder, capsys
     assert evaluate("--checkpoint", folder / "run", "--step 5") == 0
     reason = "pos_emb: learned positions end at 16, so length 32 cannot be computed"
     assert f"learned: n/a at 32, 64: {reason}" in capsys.readouterr().out
-    rows = read_results([folder / "run/evaluation/text-valid-global_step5.jsonl"])
+    rows = read_rows([folder / "run/evaluation/text-valid-global_step5.jsonl"])
     assert [row["perplexity"] is None for row in rows] == [False, True, True]
     assert [row["tokens"] for row in rows] == [128, 128, 128]
 
@@ -212,7 +212,7 @@ def test_a_row_has_bits_per_byte_where_the_bytes_can_be_counted(home, folder, ca
     assert f"{bits:.4f}" in capsys.readouterr().out
 
     # Rows that were kept from a time without the tokenizer get the numbers, too.
-    rows = read_results([folder / "b.jsonl"])
+    rows = read_rows([folder / "b.jsonl"])
     unknown = {"bytes", "bytes_from", "bits_per_byte"}
     older = [{key: row[key] for key in row.keys() - unknown} for row in rows]
     write_lines(folder / "b.jsonl", older)
@@ -255,7 +255,7 @@ def test_the_checkpoint_alone_says_all_and_its_folder_gets_the_rows(home, folder
         "text-valid-global_step4-method=rerope,window=8.jsonl",
         "text-valid-global_step4-method=lm_infinite,window=14,sinks=2,limit=14.jsonl",
     }
-    (row,) = read_results([folder / "run/evaluation/text-test-global_step7.jsonl"])
+    (row,) = read_rows([folder / "run/evaluation/text-test-global_step7.jsonl"])
     assert (row["step"], row["part"], row["tokens"]) == (7, "test", 64)
 
 
@@ -279,7 +279,7 @@ def test_no_training_steps_measure_as_kerple_and_mep_do(home, folder, capsys):
     assert evaluate(file) == 0
     places = {"valid": 3 * 4, "test": 0}  # three validations before step 7, of 4 windows each
     for part, start in places.items():
-        (row,) = read_results([folder / f"run/evaluation/text-{part}-global_step7-paper.jsonl"])
+        (row,) = read_rows([folder / f"run/evaluation/text-{part}-global_step7-paper.jsonl"])
         words = f"eval_part={part} --protocol paper --windows 4 --start {start} --lengths 32"
         (same,) = rows_of(folder / f"{part}.jsonl", f"--checkpoint {folder}/run", words)
         for key in ("protocol", "part", "length", "windows", "start", "text", "loss"):
@@ -456,7 +456,7 @@ def test_a_killed_evaluation_keeps_its_finished_lengths(home, tmp_path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(evaluate_checkpoint, "measured", killed)
         assert evaluate(words, "--output", output) != 0
-    finished = read_results([output])
+    finished = read_rows([output])
     assert [row["length"] for row in finished] == [16, 32]
     rows = rows_of(output, words)
     assert rows[:2] == finished

@@ -10,7 +10,7 @@ from megatron.errors import UserError
 from megatron.evaluation.perplexity import key_tokens, measured
 from megatron.protocols import KeyRule, Windows
 from megatron.results.comparison import compared
-from megatron.results.files import read_results, write_results
+from megatron.results.files import read_rows, write_results
 from megatron.results.labels import kinds, sections
 from tests.evaluation.test_evaluate import configuration, evaluate, held_out, home, model, rows_of
 from tests.positions.golden import load
@@ -102,7 +102,7 @@ def test_a_loss_that_is_not_finite_leaves_a_row_that_can_be_read(tmp_path):
     assert row["reason"] == "the loss over all targets is nan"
     assert [row[key] for key in ("loss", "perplexity", "all_loss", "window_losses")] == [None] * 4
     write_results(tmp_path / "a.jsonl", [row])
-    assert read_results([tmp_path / "a.jsonl"]) == [row]
+    assert read_rows([tmp_path / "a.jsonl"]) == [row]
 
 
 OPTIONS = ["--protocol", "longppl", "--alpha", "0.02", "--beta", "-6", "eval_tokens=64"]
@@ -159,7 +159,7 @@ def test_models_are_compared_on_the_key_tokens_of_one_judge_alone(home, tmp_path
         words = [f"--checkpoint {home}/run --step {step}", *OPTIONS, *lengths]
         rows_of(judged_by_itself, *words)
         rows_of(judged, *words, "--judge", home / "run/global_step7")
-    rows = read_results([judged])
+    rows = read_rows([judged])
     assert rows[0]["judge"].startswith("mep_free seed 7 step 7 ")
     _, keys = by_hand(configuration(home, "seed=7"), 32, held_out(home, 65), 0.02, -6, 8, 2)
     assert {row["tokens"] for row in rows} == {keys.sum()}
@@ -168,7 +168,7 @@ def test_models_are_compared_on_the_key_tokens_of_one_judge_alone(home, tmp_path
     expected = rotary["loss"] - alibi["loss"]
     assert difference.over_text.estimate.mean == pytest.approx(expected, abs=1e-5)
     with pytest.raises(UserError, match="its key tokens are not those of alibi"):
-        compared(kinds([dict(row, seed=1) for row in read_results([judged_by_itself])]))
+        compared(kinds([dict(row, seed=1) for row in read_rows([judged_by_itself])]))
 
 
 def test_every_variant_is_judged_by_the_model_as_it_was_trained(home, tmp_path):

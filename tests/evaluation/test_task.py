@@ -9,7 +9,7 @@ from megatron.data.tasks import TaskText
 from megatron.evaluation.loaded_run import loaded_model
 from megatron.evaluation.perplexity import measured
 from megatron.protocols import HeldOutText, TaskProblems
-from megatron.results.files import read_results
+from megatron.results.files import read_rows
 from tests.checkpoints import make_checkpoint
 from tests.support import call
 
@@ -63,7 +63,7 @@ def trained(tmp_path_factory):
 def rows_of(trained, output, *words):
     done = call("evaluate.py", *words, "--checkpoint", trained, "--output", output)
     assert done.returncode == 0, done.stderr
-    return read_results([output])
+    return read_rows([output])
 
 
 def test_a_row_says_which_problems_and_has_the_loss_of_the_plain_formula(trained, tmp_path):

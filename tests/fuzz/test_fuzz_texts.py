@@ -11,7 +11,7 @@ from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.train import train_tokenizer
 from megatron.report.page import page_of
 from megatron.results.comparison import compared
-from megatron.results.files import read_results
+from megatron.results.files import read_rows
 from megatron.results.labels import kinds
 from megatron.results.row import Row
 from megatron.results.table import table
@@ -37,7 +37,7 @@ KEYS = st.sampled_from(sorted(Row.__annotations__))
 
 
 def shown(path):
-    rows = read_results([path])
+    rows = read_rows([path])
     table(rows)
     compared(kinds(rows))
 

@@ -10,7 +10,7 @@ from megatron.errors import UserError
 from megatron.positions import FILES, REGISTRY
 from megatron.report.page import NOT_FOUND, model_beside, page_of_rows, reference_of
 from megatron.results.comparison import compared
-from megatron.results.files import read_results
+from megatron.results.files import read_rows
 from megatron.results.labels import kinds
 from tests.checkpoints import checkpoint_of_bytes
 from tests.results.rows import answers, rows, seeds_of
@@ -212,7 +212,7 @@ def test_curves_that_stay_low_are_drawn_once_more():
 
 
 def test_the_page_of_the_results_at_hand_compares_as_compare_does():
-    published = read_results(sorted((ROOT / "docs/results").glob("cpu-*.jsonl")))
+    published = read_rows(sorted((ROOT / "docs/results").glob("cpu-*.jsonl")))
     names = {row["pos_emb"] for row in published}
     windowed = {f"{name}, window {n}" for name in names for n in ("none", "512")}
     assert {*kinds(published)} == windowed

@@ -5,7 +5,7 @@ import pytest
 from megatron.errors import UserError
 from megatron.results.files import (
     existing_results,
-    read_results,
+    read_rows,
     training_log,
     write_results,
 )
@@ -17,15 +17,15 @@ def test_results_join_those_that_are_there_and_replace_the_same_measurement_only
     path = tmp_path / "a.jsonl"
     write_results(path, rows("t5", {512: 9.0, 1024: 8.0}))
     write_results(path, rows("t5", {512: 7.0}) + rows("alibi", {512: 6.0}))
-    assert [row["perplexity"] for row in read_results([path])] == [7.0, 8.0, 6.0]
+    assert [row["perplexity"] for row in read_rows([path])] == [7.0, 8.0, 6.0]
     write_results(path, rows("t5", {512: 5.0}, tokens=512, windows=1))
-    assert [row["perplexity"] for row in read_results([path])] == [7.0, 8.0, 6.0, 5.0]
+    assert [row["perplexity"] for row in read_rows([path])] == [7.0, 8.0, 6.0, 5.0]
     (tmp_path / "notes.txt").write_text("my thesis\n")
     with pytest.raises(UserError, match=r"notes.txt, line 1: is no result of evaluate.py"):
         write_results(tmp_path / "notes.txt", TWO)
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_results(path, rows("t5", {512: float("nan")}))
-    assert len(read_results([path])) == 4, "a fault while writing leaves the old results"
+    assert len(read_rows([path])) == 4, "a fault while writing leaves the old results"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.jsonl", "notes.txt"]
 
 
@@ -33,7 +33,7 @@ def test_a_row_measured_again_stays_in_the_cell_of_its_sweep(tmp_path):
     cell = {"sweep": "small", "cell": {"pos_emb": "t5"}}
     write_results(tmp_path / "sweep.jsonl", [TWO[0] | cell])
     write_results(tmp_path / "again.jsonl", [TWO[0] | {"seconds": 7.0}])
-    (row,) = read_results([tmp_path / "sweep.jsonl", tmp_path / "again.jsonl"])
+    (row,) = read_rows([tmp_path / "sweep.jsonl", tmp_path / "again.jsonl"])
     assert row == TWO[0] | {"seconds": 7.0} | cell
 
 
@@ -47,7 +47,7 @@ def test_an_absent_or_empty_file_has_no_rows_yet(tmp_path):
 def test_every_flipped_byte_of_a_line_is_noticed_or_changes_no_fact(tmp_path):
     path = tmp_path / "a.jsonl"
     write_results(path, rows("t5", {512: 9.0}))
-    (row,) = read_results([path])
+    (row,) = read_rows([path])
     whole = path.read_bytes()
     noticed = 0
     for place in range(len(whole) - 1):
@@ -55,7 +55,7 @@ def test_every_flipped_byte_of_a_line_is_noticed_or_changes_no_fact(tmp_path):
         flipped[place] ^= 1
         path.write_bytes(flipped)
         try:
-            (again,) = read_results([path])
+            (again,) = read_rows([path])
         except UserError:
             noticed += 1
             continue

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from megatron.results import read_results as read_frame
-from megatron.results.files import read_results, write_results
+from megatron.results import read_results
+from megatron.results.files import read_rows, write_results
 from megatron.results.probes import is_of_probes, read_probes
 from megatron.results.row import Row, agrees, by_text, measurement_of, run_of, value_of
 from tests.results.rows import check_numbers, row, row_at_512, rows, texts
@@ -17,7 +17,7 @@ def test_the_files_at_hand_are_rows_whose_numbers_agree():
         if is_of_probes(path):
             assert read_probes([path])
             continue
-        for measured in read_results([path]):
+        for measured in read_rows([path]):
             assert {*measured} <= {*Row.__annotations__}
             check_numbers(measured)
 
@@ -26,7 +26,7 @@ def test_users_read_a_frame_with_a_line_for_each_row(tmp_path):
     paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     write_results(paths[0], [row("alibi", texts())])
     write_results(paths[1], rows("rotary", {512: 9.0, 1024: None}, seed=None))
-    frame = read_frame(*paths)
+    frame = read_results(*paths)
     assert frame["pos_emb"].tolist() == ["alibi", "rotary", "rotary"]
     assert frame["seed"].astype(object).where(frame["seed"].notna(), None).tolist() == [
         1,
@@ -36,7 +36,7 @@ def test_users_read_a_frame_with_a_line_for_each_row(tmp_path):
     assert frame["perplexity"].isna().tolist() == [False, False, True]
     assert frame["window_losses"][0] == texts().tolist()
     assert frame.groupby("pos_emb")["length"].max().to_dict() == {"alibi": 512, "rotary": 1024}
-    assert read_frame(paths[1]).equals(read_frame(str(paths[1])))
+    assert read_results(paths[1]).equals(read_results(str(paths[1])))
 
 
 def test_a_key_changes_what_it_identifies():
@@ -141,5 +141,5 @@ def test_an_older_row_has_the_region_of_a_newer_one_of_the_same_tokens(tmp_path)
         path = tmp_path / f"{number}.jsonl"
         for _ in range(2):  # a row that was read and written again has the same region
             write_results(path, measured)
-        regions = {row["seed"]: row["region"] for row in read_results([path])}
+        regions = {row["seed"]: row["region"] for row in read_rows([path])}
         assert regions == {1: "0123", 2: "b", 3: "0123", 4: "k"}

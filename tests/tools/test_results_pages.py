@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 
-from megatron.results.files import read_results
+from megatron.results.files import read_rows
 from tests.support import ROOT
 from tools import claims, compare, show_results
 
@@ -59,7 +59,7 @@ BY_RECIPE = {
 def by_recipe(corpus, key, length):
     """Mean ± standard deviation over seeds, with a line for each recipe."""
     cells = defaultdict(list)
-    for row in read_results([ROOT / f"docs/results/recipe/{corpus}.jsonl"]):
+    for row in read_rows([ROOT / f"docs/results/recipe/{corpus}.jsonl"]):
         if row["length"] == length:
             recipe = tuple(row["cell"][axis] for axis in ("optimizer", "schedule", "gate"))
             cells[recipe, row["cell"]["encoding"]].append(row[key])
