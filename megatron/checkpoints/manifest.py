@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -79,7 +79,6 @@ class CheckpointRecord(BaseModel):
     parent_model: str | None = None
     proven: Count | None = None
     usual_loss: float | None = None
-    noise_scale: dict[Literal["groups", "trace", "square"], float] | None = None
     # It becomes a part of an address and the name of a folder.
     wandb: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
     files: dict[Annotated[str, Field(pattern=r"^[^/\x00]+$")], FileEntry] = {}

@@ -561,13 +561,6 @@ class Logging(Section):
     """Folder for tensorboard events; unset: none are written."""
     log_grad_norm: bool = True
     """Log the norm of the gradient."""
-    log_gradient_noise_scale: bool = False
-    """Log the gradient noise scale of McCandlish et al. 2018, in windows: the batch above which
-    more windows help little. Not measured with fp16."""
-    gradient_noise_scale_n_batches: Annotated[Int, Field(ge=2, le=10**6)] = 5
-    """Steps whose gradients are averaged for its large batch; the small one is that of one step."""
-    gradient_noise_scale_cpu_offload: bool = False
-    """Keep the sum of these gradients, in float32, in the CPU's memory."""
     peak_theoretical_tflops: Annotated[Float, Field(ge=1e-6, le=1e9)] | None = None
     """Dense TFLOP/s of one device, for the model FLOP utilisation (MFU) in the log; unset: the data
     sheet's for common NVIDIA devices."""

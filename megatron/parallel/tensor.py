@@ -6,7 +6,7 @@ Embeddings, norms and the encoding are whole on every rank.
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -157,9 +157,3 @@ class TensorRanks:
         from deepspeed.utils import groups
 
         return clip_grad_norm_(model.parameters(), math.inf, mpu=groups)
-
-    def counted_once(self, model: nn.Module) -> Iterator[nn.Parameter]:
-        """This rank's parameters, without those that an earlier rank of the group has too."""
-        for parameter in model.parameters():
-            if self.rank == 0 or hasattr(parameter, "tensor_model_parallel"):
-                yield parameter

@@ -25,7 +25,6 @@ from megatron.training import checkpoint
 from megatron.training.batches import Batches, length_of_step, open_text, with_epochs
 from megatron.training.fits import check_fits
 from megatron.training.metrics import TrainingLog, peak_memory
-from megatron.training.noise_scale import NoiseScale
 from megatron.training.optimizer import learning_rate
 from megatron.training.profiling import Profiling
 from megatron.training.resume import resume
@@ -186,24 +185,12 @@ class Run:
             self.log = TrainingLog(config, grid, log_folder, vocab, start.record, facts)
         self.stop = Stop(grid, steps=training.exit_interval, minutes=training.exit_duration)
         self.profiling = Profiling(settings, log_folder, grid, done=start.step)
-        if settings.log_gradient_noise_scale and config.precision.dtype == "fp16":
-            logger.warning("log_gradient_noise_scale: is not measured with fp16 - use bf16 or fp32")
-        elif settings.log_gradient_noise_scale:
-            trainer.noise = NoiseScale(
-                self.batches.per_step,
-                settings.gradient_noise_scale_n_batches,
-                grid,
-                on_cpu=settings.gradient_noise_scale_cpu_offload,
-                averages=record.get("noise_scale"),
-            )
 
     def save(self) -> Path | None:
         """The folder of a checkpoint of this step, or None where `save` is not set."""
         record = self.facts | self.batches.record() | self.losses.record()
         record |= {"ranks": self.grid.ranks, "data_ranks": self.grid.data_ranks}
         record["threads"] = torch.get_num_threads()
-        if self.trainer.noise is not None:
-            record["noise_scale"] = self.trainer.noise.averages
         with self.log.paused():
             return self.keeper.save(self.trainer, record)
 

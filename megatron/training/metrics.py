@@ -43,7 +43,6 @@ CONSOLE = {
     "lr": "lr {:.2e}",
     "seq_length": "length {}",
     "grad_norm": "grad norm {:.3f}",
-    "noise_scale": "noise scale {:.3g} windows",
     "tokens_per_second": "{:,.0f} tokens/s",
     "mfu": "MFU {:.1%}",
     "model_tflops_per_second": "{:.3g} model TFLOP/s",
@@ -329,8 +328,6 @@ class TrainingLog(Metrics):
         numbers |= utilisation(flops, speed / self.grid.ranks, self.peak)
         numbers["peak_memory_gib"] = peak_memory(self.grid.device) / 2**30
         numbers |= more
-        if trainer.noise is not None:
-            numbers |= trainer.noise.numbers()
         learned = trainer.model.learned()
         self.log(step, "train", numbers, learned)
 

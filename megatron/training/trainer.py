@@ -21,7 +21,6 @@ from megatron.parallel.context import context_of
 from megatron.parallel.grid import Grid
 from megatron.parallel.tensor import Shares, TensorRanks
 from megatron.positions import Position
-from megatron.training.noise_scale import NoiseScale, gradient_parts
 from megatron.training.optimizer import build_optimizer, learning_rate
 
 SMALL = 4096
@@ -47,10 +46,7 @@ class StepResult(NamedTuple):
 
 
 class Trainer:
-    """A model in the DeepSpeed engine, and the step it stands at.
-
-    noise: measures the gradients of every step, or None
-    """
+    """A model in the DeepSpeed engine, and the step it stands at."""
 
     def __init__(self, config: Config, model: GPT, grid: Grid) -> None:
         if config.precision.dtype == "fp16" and grid.device.type == "cpu":
@@ -58,7 +54,6 @@ class Trainer:
         self.config, self.grid = config, grid
         self.step = 0
         self.skips = config.training.skip_nonfinite > 0
-        self.noise: NoiseScale | None = None
         self.context = context_of(grid, config.parallel.cp_comm_type)
         model.context = self.context
         model.to(grid.device)
@@ -120,8 +115,6 @@ class Trainer:
         if not engine.zero_optimization():
             norm = self.tensor.gradient_norm(self.model)
             skipped = self.skips and not norm.isfinite()
-        if self.noise is not None:
-            self.noise.add(gradient_parts(self.tensor.counted_once(self.model), self.grid))
         groups = [dict(group) for group in optimizer.param_groups]
         hook = None
         if skipped:
