@@ -1,7 +1,7 @@
 """Causal attention with a bias by head and distance, and the choice of its backend."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -124,18 +124,8 @@ def attend(
 ) -> Tensor:
     """`attention`, with its options as a record."""
     terms = replace(terms, needs_lse=terms.sink is not None)
-    content, segments = terms.content, terms.segments
-    needs = Needs(
-        q,
-        tables=terms.bias is not None or terms.weight is not None,
-        masked=terms.window is not None or terms.chunk is not None or segments is not None,
-        index_bias=terms.index_bias is not None,
-        on_scores=terms.on_scores is not None,
-        block_scores=terms.scores is not None,
-        content_rank=0 if content is None else content.rank,
-        narrow_values=k.shape != v.shape,
-    )
-    name = choose(backend, needs).backend
+    segments = terms.segments
+    name = choose(backend, q, terms, narrow_values=k.shape != v.shape).backend
     compiling = torch.compiler.is_compiling()
     # On the CPU a call for each document costs little. Chunks are counted from the window's start,
     # and a compiler would begin anew for each batch.
@@ -149,30 +139,6 @@ def attend(
         check(name, BACKENDS[name], q, k, v, terms=terms)
     out, lse = BACKENDS[name](q, k, v, terms)
     return out if lse is None else with_sink(out, lse, terms.sink)
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Facts that decide which backends can compute an attention.
-
-    q [batch, heads, queries, head_dim]: any tensor of the queries' device, dtype and head_dim;
-    tables: there is a bias or weight by distance;
-    masked: a window, chunk or segments mask keys before the query;
-    index_bias: a bias depends on indices;
-    on_scores: the encoding changes the scores themselves;
-    block_scores: the encoding gives the scores, block by block;
-    content_rank: the rank of a bias by content, 0 for none;
-    narrow_values: values have fewer features than queries and keys
-    """
-
-    q: Tensor
-    tables: bool = False
-    masked: bool = False
-    index_bias: bool = False
-    on_scores: bool = False
-    block_scores: bool = False
-    content_rank: int = 0
-    narrow_values: bool = False
 
 
 class Choice(NamedTuple):
@@ -195,58 +161,50 @@ def joined(choices: Sequence[Choice]) -> Choice:
     return Choice(" and ".join(backends), "; ".join(reasons) or None)
 
 
-def choose(backend: str, needs: Needs) -> Choice:
+def choose(backend: str, q: Tensor, terms: Terms, *, narrow_values: bool = False) -> Choice:
     """The backend that `auto` stands for, or `backend` itself.
 
-    UserError if it is unknown or cannot compute this.
+    q: any tensor of the queries' device, dtype and head_dim; of the terms it counts which are set;
+    narrow_values: values have fewer features than queries and keys
+
+    UserError if the backend is unknown or cannot compute this.
     """
     if backend == "auto":
-        return _best(needs)
+        return _best(q, terms, narrow_values)
     if backend not in BACKENDS:
         names = ", ".join(["auto", *BACKENDS])
         raise UserError(f"attention_backend: {backend!r} is not known; choose from {names}")
-    reason = refusal(backend, needs)
+    reason = None
+    if backend != "eager" and terms.on_scores is not None:
+        reason = "the encoding looks at content"
+    elif backend == "triton":
+        reason = triton_refusal(q, terms, narrow_values=narrow_values)
     if reason is not None:
-        other = "eager" if needs.on_scores else "auto or sdpa"
+        other = "eager" if terms.on_scores is not None else "auto or sdpa"
         raise UserError(
             f"attention_backend: {backend} cannot compute this: {reason}; choose {other}"
         )
     return Choice(backend)
 
 
-def _best(needs: Needs) -> Choice:
-    if needs.on_scores:
+def _best(q: Tensor, terms: Terms, narrow_values: bool) -> Choice:
+    if terms.on_scores is not None:
         return Choice("eager", "the encoding looks at content")
-    if needs.block_scores:
+    if terms.scores is not None:
         return Choice("sdpa", "the encoding gives scores by content")
-    if needs.q.device.type != "cuda":
-        return Choice("sdpa", f"on the {needs.q.device.type.upper()}")
-    present = {
-        "index bias": needs.index_bias,
-        "distance table": needs.tables,
-        "window, chunks or documents": needs.masked,
-        "bias by content": needs.content_rank > 0,
+    if q.device.type != "cuda":
+        return Choice("sdpa", f"on the {q.device.type.upper()}")
+    named = {
+        "index bias": (terms.index_bias,),
+        "distance table": (terms.bias, terms.weight),
+        "window, chunks or documents": (terms.window, terms.chunk, terms.segments),
+        "bias by content": (terms.content,),
     }
-    reasons = [reason for reason, is_present in present.items() if is_present]
+    reasons = [name for name, values in named.items() if any(x is not None for x in values)]
     if not reasons:
         return Choice("sdpa", "plain causal on CUDA")
     reason = " and ".join(reasons) + " on CUDA"
-    obstacle = refusal("triton", needs)
+    obstacle = triton_refusal(q, terms, narrow_values=narrow_values)
     if obstacle is None:
         return Choice("triton", reason)
     return Choice("sdpa", f"{reason}; not triton: {obstacle}")
-
-
-def refusal(backend: str, needs: Needs) -> str | None:
-    """Why a backend cannot compute this, in one sentence, or None."""
-    if backend == "eager":
-        return None
-    if needs.on_scores:
-        return "the encoding looks at content"
-    if backend != "triton":
-        return None
-    if needs.block_scores:
-        return "the encoding gives scores by content"
-    if needs.narrow_values:
-        return "queries and keys are wider than values"
-    return triton_refusal(needs.q, index_bias=needs.index_bias, content_rank=needs.content_rank)

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.attention import Choice, Needs, choose, joined
-from megatron.attention.terms import Terms, visible_keys
+from megatron.attention import Choice, choose, joined
+from megatron.attention.terms import Content, Terms, visible_keys
 from megatron.errors import UserError
 from megatron.model.block import AttentionInputs, Block, Context, Method, normalisation
 from megatron.model.cache import Cache, LayerCache
@@ -20,6 +20,15 @@ from megatron.model.settings import Architecture, AttentionSettings, initialize
 from megatron.positions import Position
 from megatron.positions.base import check_heads
 from megatron.positions.layers import Placed
+
+HOOKS_OF_TERMS = (
+    "distance_bias",
+    "distance_weight",
+    "index_bias",
+    "on_scores",
+    "score_bias",
+    "block_scores",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -322,20 +331,24 @@ class GPT(nn.Module):
             if method is not None and method.backend is not None:
                 choices.append(Choice(method.backend))
                 continue
-            hides = settings.blockwise or settings.reset_attention_mask
-            shape, has = position.shape, position.has
-            features = shape.head_dim * position.score_width
-            needs = Needs(
-                self.word_embeddings.weight.new_empty(0, shape.heads, 0, features),
-                tables=has("distance_bias") or has("distance_weight"),
-                masked=plan.window is not None or hides,
-                index_bias=has("index_bias"),
-                on_scores=has("on_scores"),
-                block_scores=has("block_scores"),
-                content_rank=position.score_rank if has("score_bias") else 0,
-                narrow_values=position.score_width != 1,
+            shape, new = position.shape, self.word_embeddings.weight.new_empty
+            q = new(0, shape.heads, 0, shape.head_dim * position.score_width)
+            bias, weight, index_bias, on_scores, content, scores = (
+                getattr(position, hook) if position.has(hook) else None for hook in HOOKS_OF_TERMS
             )
-            choices.append(choose(plan.backend, needs))
+            if content is not None:
+                content = Content.of((None, new(0, 0, 0, position.score_rank)), 0)
+            hides = settings.blockwise or settings.reset_attention_mask
+            chunk = self.train_length if hides else None
+            terms = Terms(
+                *(bias, weight, plan.window, chunk),
+                index_bias=index_bias,
+                on_scores=on_scores,
+                content=content,
+                scores=scores,
+            )
+            narrow_values = position.score_width != 1
+            choices.append(choose(plan.backend, q, terms, narrow_values=narrow_values))
         return choices
 
     @property

@@ -4,9 +4,17 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron.attention import BACKENDS, Needs, attention, choose
+from megatron.attention import BACKENDS, attention, choose
+from megatron.attention.terms import Content, Terms
 from megatron.conformance.subject import Subject
 from megatron.errors import UserError
+
+TABLE = torch.zeros(2, 8)
+
+
+def content(rank: int) -> Content:
+    w = torch.zeros(1, 2, 8, rank)
+    return Content(None, w, w)
 
 
 def queries(
@@ -20,29 +28,31 @@ def queries(
 def test_auto_takes_the_best_and_says_why():
     pytest.importorskip("triton")
     cpu, cuda, wide = queries("cpu"), queries(), queries(head_dim=256)
-    for needs, chosen in (
-        (Needs(cpu, tables=True), "sdpa (auto: on the CPU)"),
-        (Needs(cuda, on_scores=True), "eager (auto: the encoding looks at content)"),
-        (Needs(cuda), "sdpa (auto: plain causal on CUDA)"),
-        (Needs(cuda, tables=True), "triton (auto: distance table on CUDA)"),
-        (Needs(cuda, content_rank=1), "triton (auto: bias by content on CUDA)"),
-        (Needs(cuda, content_rank=3), "sdpa (auto: bias by content on CUDA; not triton: it knows"),
-        (Needs(cuda, masked=True), "triton (auto: window, chunks or documents on CUDA)"),
-        (Needs(wide, tables=True), "sdpa (auto: distance table on CUDA; not triton: head_dim 256"),
-        (Needs(cuda, index_bias=True), "sdpa (auto: index bias on CUDA; not triton: it reads"),
+    for q, terms, chosen in (
+        (cpu, Terms(TABLE), "sdpa (auto: on the CPU)"),
+        (cuda, Terms(on_scores=torch.sin), "eager (auto: the encoding looks at content)"),
+        (cuda, Terms(), "sdpa (auto: plain causal on CUDA)"),
+        (cuda, Terms(TABLE), "triton (auto: distance table on CUDA)"),
+        (cuda, Terms(content=content(1)), "triton (auto: bias by content on CUDA)"),
+        (cuda, Terms(content=content(3)), "sdpa (auto: bias by content on CUDA; not triton: it k"),
+        (cuda, Terms(window=4), "triton (auto: window, chunks or documents on CUDA)"),
+        (wide, Terms(TABLE), "sdpa (auto: distance table on CUDA; not triton: head_dim 256"),
+        (cuda, Terms(index_bias=torch.add), "sdpa (auto: index bias on CUDA; not triton: it read"),
     ):
-        assert str(choose("auto", needs)).startswith(chosen)
+        assert str(choose("auto", q, terms)).startswith(chosen)
 
 
 def test_a_backend_that_cannot_compute_something_says_why_and_what_can():
-    for backend, needs, message in (
-        ("flash", {}, "'flash' is not known; choose from auto, eager, sdpa, triton"),
-        ("sdpa", {"on_scores": True}, "sdpa cannot compute this: the encoding looks at content; c"),
-        ("triton", {"narrow_values": True}, "triton cannot compute this: queries and keys are wid"),
-        ("triton", {"index_bias": True}, "triton cannot compute this: .*; choose auto or sdpa"),
+    cannot = "cannot compute this"
+    looks, by_index = Terms(on_scores=torch.sin), Terms(index_bias=torch.add)
+    for backend, terms, narrow, message in (
+        ("flash", Terms(), False, "'flash' is not known; choose from auto, eager, sdpa, triton"),
+        ("sdpa", looks, False, f"sdpa {cannot}: the encoding looks at content; choose eager"),
+        ("triton", Terms(), True, f"triton {cannot}: queries and keys are wid"),
+        ("triton", by_index, False, f"triton {cannot}: .*; choose auto or sdpa"),
     ):
         with pytest.raises(UserError, match=f"attention_backend: {message}"):
-            choose(backend, Needs(queries(), **needs))
+            choose(backend, queries(), terms, narrow_values=narrow)
 
 
 def test_what_cannot_be_computed_is_refused_before_the_first_token():

@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron.attention import triton_passes
-from megatron.attention.terms import Terms
+from megatron.attention.terms import Content, Terms
 from megatron.attention.triton_kernel import refusal, triton_attention
 from tests.attention.random_cases import Case, error_of, inputs_of, values_and_gradients
 from tests.support import run
@@ -59,10 +59,14 @@ def test_what_it_cannot_compute_is_refused_with_the_reason(monkeypatch):
         ((65536, 1, 4, 16), torch.float32, "batch 65536 times heads 1 is more than 65535"),
     ):
         q = torch.zeros(shape, dtype=dtype, device=DEVICE)
-        assert refusal(q) == reason
-    assert refusal(q[:1], content_rank=3) == "it knows biases by content of rank one, not 3"
+        assert refusal(q, Terms()) == reason
+    w = torch.zeros(1, 2, 8, 3)
+    assert (
+        refusal(q[:1], Terms(content=Content(None, w, w)))
+        == "it knows biases by content of rank one, not 3"
+    )
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert refusal(q[:1].cpu()) == "it runs on CUDA devices, not on cpu"
+    assert refusal(q[:1].cpu(), Terms()) == "it runs on CUDA devices, not on cpu"
 
 
 def test_tiles_fit_the_padding_of_tables_and_those_whose_diagonals_are_summed_are_square():
