@@ -3,8 +3,8 @@
 python tools/doctor.py [--save runs] [--data data]
 
 It tests Python and the packages, torch and the GPUs, triton's compiler, the imports of a training,
-disks, /dev/shm, and the network inside this machine. Nothing is changed or sent. The exit status is
-1 if something would stop a run, else 0.
+disks and /dev/shm. Nothing is changed or sent. The exit status is 1 if something would stop a run,
+else 0.
 """
 
 import sys
@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sysconfig
 import tempfile
@@ -79,7 +78,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("memory", Path("/dev/shm"), OTHERS, 0),  # num_workers and several GPUs need it
     ):
         findings.append(folder(path, subject, enough=enough, least=least))
-    findings.append(loopback())
     for level, subject, text, fix in findings:
         line = f"{level:<8} {subject:<12} {text}"
         print(visible(f"{line} - {fix}" if fix else line))
@@ -239,17 +237,6 @@ def folder(path: Path, subject: str, *, enough: int, least: int) -> Diagnosis:
     if subject == "memory":
         fix = "docker run --ipc=host or --shm-size=8g; else mount -o remount,size=8G /dev/shm"
     return Diagnosis(level, subject, f"{text}: {in_bytes(enough)} are advised", fix)
-
-
-def loopback() -> Diagnosis:
-    """Whether processes of this machine can meet, as several ranks on it do."""
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            socket.create_connection(server.getsockname(), timeout=5).close()
-    except OSError as fault:
-        fix = "ip link set lo up, and let no firewall close 127.0.0.1"
-        return Diagnosis("stops", "loopback", f"127.0.0.1 does not answer ({fault})", fix)
-    return Diagnosis("ok", "loopback", "processes of this machine can meet at 127.0.0.1")
 
 
 if __name__ == "__main__":

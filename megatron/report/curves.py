@@ -38,7 +38,7 @@ MARK = "megatron/report"  # the creator of a picture, for the program that may r
 # In inches: the width of a paper's text, a panel without its legend, a line of a legend, and the
 # corner of the legend from that of the axes.
 WIDTH, PANEL, LINE, BELOW = 5.5, 3.8, 0.19, (-0.5, -0.45)
-LETTERS, HALF = 64, 28  # of a line of a legend, and of one of two columns
+LETTERS = 64  # of a line of a legend
 LETTERS_OF_A_SETTING = 76
 
 # A heatmap: inches of a cell and of a letter of a label, letters of a line of a label, panels side
@@ -47,11 +47,11 @@ CELL, LETTER, LETTERS_OF_A_LABEL, ACROSS = 0.42, 0.055, 30, 3
 LETTER_OF_A_HEADING, LETTER_OF_A_TITLE = 0.075, 0.1
 SHADES, DARK = "Blues", 72  # a number is white from this percentage on
 
+NEAR = "Only the curves that stay below twice the highest value of the best one."
 OVER_SEEDS = (
     "Each curve is a mean over seeds. A band is one standard deviation over seeds to either side;"
     " one seed has no band."
 )
-NEAR = "Only the curves that stay below twice the highest value of the best one."
 GAINS = (
     "Percentage of targets whose loss falls (above) or rises (below) by more than so many nats from"
     " the shortest to the longest window."
@@ -274,8 +274,7 @@ def _draw(
         for length in trained:
             axes.axvline(length, color=GREY, linestyle=(0, (4, 3)), linewidth=1, zorder=1)
         axes.set_title(textwrap.fill(setting(rows), LETTERS_OF_A_SETTING), fontsize=8, color=GREY)
-        lines = "\n".join(str(handle.get_label()) for handle in handles).split("\n")
-        columns = 2 if max(map(len, lines)) < HALF else 1
+        lines = "\n".join(str(handle.get_label()) for handle in handles).splitlines()
         axes.legend(
             handles=handles,
             title=f"{quantity} at the right end",
@@ -284,10 +283,9 @@ def _draw(
             loc="upper left",
             bbox_to_anchor=(0, 0),
             bbox_transform=axes.transAxes + ScaledTranslation(*BELOW, figure.dpi_scale_trans),
-            ncols=columns,
             handlelength=3.5,
         )
-        height += PANEL + LINE * math.ceil(len(lines) / columns)
+        height += PANEL + LINE * len(lines)
     figure.set_size_inches(WIDTH, height)
     figure.set_label(f"{caption} {OVER_SEEDS}".strip() if has_bands else caption)
     return figure
