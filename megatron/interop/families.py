@@ -35,8 +35,6 @@ TRAINING_ALONE = (
 )
 """Keys of section `model` that do not change what a trained model computes."""
 PROSE = re.compile(r'""".*?"""|#[^\n]*', re.DOTALL)  # of a source
-OF_ROTARY = re.compile(r"^(pos_emb_layers: )?pos_emb_args: rotary: ")
-KEY_IN_FAULT = re.compile(r"(^|(?<=rope_parameters\.))\w+(?=:)|\b\w+_\w+\b")
 
 
 @dataclass(frozen=True)
@@ -50,8 +48,7 @@ class Family:
     modules: Mapping[str, Sequence[str]]
     rotary: str
     trunk: str
-    head: Sequence[str]
-    buffers: Sequence[str]
+    head: str = "lm_head"
     fixed: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, Any] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
@@ -59,7 +56,6 @@ class Family:
     unused: Sequence[str] = ()
     delta_modules: Mapping[str, Sequence[str]] = field(default_factory=dict)
     whole: str = ""
-    parts: Mapping[str, str | None] = field(default_factory=dict)
 
     @property
     def known_keys(self) -> set[str]:
@@ -145,13 +141,7 @@ class Family:
             return load([], [*words, f"make_vocab_size_divisible_by={config['vocab_size']}"])
         except UserError as fault:
             _, *faults = str(fault).split("\n  ")
-        # These are the user's keys: a message about ours would name no place in the file.
-        theirs = TABLE["keys_by_ours"] | {ours: key for key, (ours, *_) in self.keys.items()}
-        named = []
-        for line in faults:
-            text = OF_ROTARY.sub("rope_parameters.", line)
-            named.append(KEY_IN_FAULT.sub(lambda key: theirs.get(key[0], key[0]), text))
-        raise UserError("; ".join(named))
+        raise UserError(f"by keys of ours: {'; '.join(faults)}")
 
     def config_of(self, config: Config, vocab: int) -> dict[str, Any]:
         """config.json for a model of ours; UserError, with all reasons, if it is another kind.
@@ -221,7 +211,7 @@ class Family:
                 if layer == 0 or ".N." in ours:
                     theirs = [self.trunk + name.replace(".N.", number) for name in names]
                     yield ours.replace(".N.", number), theirs, FORMS[form]
-        yield "final_linear", [self.head[0]], FORMS["same"]
+        yield "final_linear", [self.head], FORMS["same"]
 
 
 def rotary_options(rope: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,14 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
 
 from megatron import strict_json
 from megatron.checkpoints.read import check_memory
 from megatron.config import Config
-from megatron.errors import UserError
+from megatron.errors import UserError, in_words
 from megatron.files import read_small
 from megatron.interop.families import (
     FAMILIES,
@@ -26,9 +23,8 @@ from megatron.model import GPT, Architecture, from_config
 logger = logging.getLogger(__name__)
 
 SETTINGS = "config.json"
-WEIGHTS = "model.safetensors"
-INDEX = f"{WEIGHTS}.index.json"  # the list of shards
-LONGEST = 10_000_000  # bytes of config.json and of the list of shards
+WEIGHTS = "model*.safetensors"
+LONGEST = 10_000_000  # bytes of config.json
 QUANTIZED = "quantization_config"
 OF_WHOLE = {"tie_word_embeddings", QUANTIZED, "auto_map"}  # keys beside text_config that count
 MOST = {"vocab_size": LONGEST, "num_hidden_layers": 1000, "n_layer": 1000}
@@ -36,68 +32,77 @@ MOST |= {"num_attention_heads": 4096, "n_head": 4096}
 BYTES = 8  # of a weight while it is read: theirs and ours in float32
 
 
-def open_folder(folder: Path) -> tuple[GPT, Config]:
-    """The model in float32 and eval mode, and its configuration.
+def open_folder(folder: Path) -> tuple[GPT, Config, Any]:
+    """The model in float32 and eval mode, its configuration, and transformers' own of its class.
 
     Raises UserError for another architecture, for a key that changes the result and is not offered,
     and for weights that are damaged, missing, left over or of another shape.
     """
-    family, config, vocab = read_settings(folder)
+    family, config, theirs = read_settings(folder)
+    vocab = theirs["vocab_size"]
     check_memory(folder, config, vocab, BYTES)
-    model = from_config(config, vocab=vocab)
-    architecture = Architecture.of(config.model)
-    theirs = {}
-    left = set()
-    for name, tensor in read_tensors(folder).items():
-        part = next((part for part in family.parts if name.startswith(part)), "")
-        trunk = family.parts.get(part, "")
-        if trunk is None:
-            left.add(f"{part}*")
-        else:
-            theirs[trunk + name.removeprefix(part)] = tensor
-    if left:
-        names = ", ".join(sorted(left))
-        logger.warning("%s: %s left out: the text model alone is read", folder, names)
-    shapes = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
-    expected = write_weights(family, shapes, architecture)
-
-    # Old files have another name for the output matrix, and none for the trunk.
-    heads = [f"{name}.weight" for name in family.head]
-    names = [name for name in heads if name in theirs]
-    if names:
-        theirs[heads[0]] = theirs.pop(names[0])
-    if not any(name.startswith(family.trunk) for name in theirs):
-        theirs = {
-            name if name == heads[0] else family.trunk + name: theirs[name] for name in theirs
-        }
-
-    # A second copy of a tied embedding, and fixed tensors of old files, are left.
-    faults = [f"{', '.join(names)} are two names of one matrix"] if len(names) > 1 else []
-    if heads[0] in theirs and heads[0] not in expected:
-        embedding = f"{family.trunk}{family.modules['word_embeddings'][1]}.weight"
-        again = theirs.pop(heads[0])
-        if embedding in theirs and not torch.equal(again, theirs[embedding]):
-            raise UserError(
-                f"{folder / SETTINGS}: tie_word_embeddings: says that {heads[0]} is {embedding},"
-                " which differs from it - set it to false for a model with a head of its own, or"
-                " copy the folder again"
-            )
-    faults += [f"{name} missing" for name in expected if name not in theirs]
-    for name, tensor in theirs.items():
-        if name.endswith(tuple(family.buffers)):
-            continue
-        if name not in expected:
-            faults.append(f"{name} left over")
-        elif tensor.shape != expected[name].shape or not tensor.is_floating_point():
-            shape = list(expected[name].shape)
-            faults.append(f"{name} {list(tensor.shape)} of {tensor.dtype}, not {shape}")
-    if faults:
+    loaded, program = load_class(folder, family, theirs)
+    weights = loaded.state_dict()
+    embedding = loaded.get_input_embeddings().weight
+    head = weights.pop("lm_head.weight")
+    if not config.model.no_weight_tying and not torch.equal(head, embedding):
         raise UserError(
-            f"{folder}: the weights are not those of its config.json ({'; '.join(faults[:8])}) -"
+            f"{folder / SETTINGS}: tie_word_embeddings: says that the output matrix is that of the"
+            " input, which differs from it - set it to false for a model with a head of its own, or"
             " copy the folder again"
         )
-    model.load_state_dict(read_weights(family, theirs, architecture))
-    return model.eval(), config
+    if config.model.no_weight_tying:
+        weights[f"{family.head}.weight"] = head
+    model = from_config(config, vocab=vocab)
+    architecture = Architecture.of(config.model)
+    shapes = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
+    unread = sorted(weights.keys() - write_weights(family, shapes, architecture).keys())
+    if unread:
+        raise UserError(f"{folder}: {program} has {', '.join(unread[:8])}, which are not read here")
+    model.load_state_dict(read_weights(family, weights, architecture))
+    return model.eval(), config, loaded
+
+
+def load_class(folder: Path, family: Family, settings: dict[str, Any]) -> tuple[Any, str]:
+    """transformers' own model of a folder in float32 and eval mode, and the name of that program.
+
+    No code of the folder is run. UserError if weights are damaged, missing, left over or of another
+    shape.
+    """
+    import transformers  # only here: importing it takes seconds
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    program = f"transformers {transformers.__version__} {family.architecture}"
+    try:
+        loaded, report = getattr(transformers, family.architecture).from_pretrained(
+            folder,
+            config=transformers.CONFIG_MAPPING[family.model_type].from_dict(settings),
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            attn_implementation="eager",  # config.json may ask for one that is not installed
+            ignore_mismatched_sizes=True,  # they are in the report
+            output_loading_info=True,
+        )
+    except Exception as fault:  # it raises many kinds
+        raise UserError(
+            f"{folder}: {program} cannot open it ({in_words(fault):.300}) - correct its"
+            " config.json, or copy all weights beside it again; transformers' save_pretrained"
+            " writes those of a pytorch_model.bin anew"
+        ) from None
+    faults = [f"{name} missing" for name in report["missing_keys"]]
+    for name in report["unexpected_keys"]:
+        if not name.endswith(".masked_bias"):  # a fixed tensor of old files
+            faults.append(f"{name} left over")
+    for name, shape, expected in report["mismatched_keys"]:
+        faults.append(f"{name} {list(shape)}, not {list(expected)}")
+    if faults:
+        raise UserError(
+            f"{folder}: the weights are not those of its config.json"
+            f" ({'; '.join(sorted(faults)[:8])}) - copy the folder again"
+        )
+    return loaded.eval(), program
 
 
 def family_of(folder: Path) -> tuple[Family, dict[str, Any]]:
@@ -117,11 +122,12 @@ def family_of(folder: Path) -> tuple[Family, dict[str, Any]]:
         if not isinstance(theirs, dict):
             raise UserError(f"{place}: text_config: holds no keys - copy it again")
         theirs |= {key: whole[key] for key in OF_WHOLE & whole.keys()}
+        logger.warning("%s: of %s the text model alone is read", place, family.whole)
     return family, theirs
 
 
-def read_settings(folder: Path) -> tuple[Family, Config, int]:
-    """The family of the model in a folder, its configuration, and the rows of its embedding."""
+def read_settings(folder: Path) -> tuple[Family, Config, dict[str, Any]]:
+    """The family of the model in a folder, its configuration, and the keys of its config.json."""
     place = folder / SETTINGS
     family, theirs = family_of(folder)
     unset = (None, False, {}, [])
@@ -165,7 +171,7 @@ def read_settings(folder: Path) -> tuple[Family, Config, int]:
             place,
             family.architecture,
         )
-    return family, config, theirs["vocab_size"]
+    return family, config, theirs
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -177,39 +183,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path}: holds no keys - copy it again")
     return value
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the weights: one, or all shards of a set.
-
-    Raises UserError if there are none, or if a shard is missing.
-    """
-    index = folder / INDEX
-    if (folder / WEIGHTS).is_file() or not index.is_file():
-        shards = [folder / WEIGHTS]
-    else:
-        places = read_json(index).get("weight_map")
-        shards = [*places.values()] if isinstance(places, dict) else []
-        if not shards or not all(isinstance(shard, str) for shard in shards):
-            raise UserError(f"{index}: has no list of shards (weight_map) - copy it again")
-        shards = [folder / Path(shard).name for shard in sorted({*shards})]
-    missing = [shard.name for shard in shards if not shard.is_file()]
-    if missing:
-        raise UserError(
-            f"{folder}: {', '.join(missing[:8])} missing - copy all weights beside config.json;"
-            " those of a pytorch_model.bin, transformers' save_pretrained writes anew"
-        )
-    return shards
-
-
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All weights in float32, by their names."""
-    weights: dict[str, Tensor] = {}
-    for file in weight_files(folder):
-        try:
-            tensors = load_file(file)
-        except (SafetensorError, OSError) as fault:
-            raise UserError(f"{file}: cannot be read ({fault}) - copy it again") from None
-        for name, tensor in tensors.items():
-            weights[name] = tensor.float() if tensor.is_floating_point() else tensor
-    return weights

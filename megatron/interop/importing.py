@@ -18,7 +18,7 @@ from megatron.config.config import COPY
 from megatron.data.tokenizers.build import SentencePieces, build_tokenizer
 from megatron.data.tokenizers.hugging_face import BESIDE, WHOLE, Subwords
 from megatron.data.tokenizers.tokenizer import Tokenizer, description
-from megatron.errors import UserError, cannot_write, in_words
+from megatron.errors import UserError, cannot_write
 from megatron.files import folder_beside
 from megatron.folder_lock import owned_folder
 from megatron.interop import huggingface, reference
@@ -33,7 +33,6 @@ from megatron.interop.open import (
     open_checkpoint,
 )
 from megatron.model import GPT, padded_vocab
-from megatron.parallel.machine import in_bytes, total_memory
 from megatron.positions import fingerprint
 
 logger = logging.getLogger(__name__)
@@ -47,7 +46,6 @@ PAIR = ("vocab.json", "merges.txt")  # GPT-2's tokenizer
 LENGTH = 256  # tokens of a text that is compared, at most
 TEXTS = 2
 TOLERANCE = 1e-4  # of the largest logit, at least 1: two programs sum in other orders
-BYTES = 16  # of a weight while both models are in memory
 
 
 class Imported(NamedTuple):
@@ -101,9 +99,9 @@ def import_checkpoint(
         notes.append(f"{folder} lists no checksums, so its files were not checked for damage")
     architecture = None
     compared: dict[str, Any] = {"reason": "no class of transformers has these weights"}
-    if opened.kind == "huggingface":
-        architecture = huggingface.family_of(folder)[0].architecture
-        compared = compared_with_transformers(folder, model)
+    if opened.theirs is not None:
+        architecture = type(opened.theirs).__name__
+        compared = compared_with_transformers(opened.theirs, model)
 
     # The configuration has the run's own folder and tokenizer, and the source's rows.
     place = (renamed or run) / TOKENIZER
@@ -189,7 +187,7 @@ def sums_of(kind: str, folder: Path) -> dict[str, str]:
     """
     files = sorted(folder.glob(reference.FILES))
     if kind != "gpt-neox":
-        files = [folder / huggingface.SETTINGS, *huggingface.weight_files(folder)]
+        files = [folder / huggingface.SETTINGS, *sorted(folder.glob(huggingface.WEIGHTS))]
         files += paths_of(files_in(folder))
     written = read_record(folder).get("files", {}) if has_sums(folder) else {}
     return {file.name: (written.get(file.name) or entry_of(file))["sha256"] for file in files}
@@ -282,46 +280,26 @@ def files_in(place: Path) -> TokenizerSource | None:
     return None
 
 
-def compared_with_transformers(folder: Path, model: GPT) -> dict[str, Any]:
-    """The logits of the class that a folder names for random tokens beside those of `model`.
+def compared_with_transformers(theirs: Any, model: GPT) -> dict[str, Any]:
+    """The logits of transformers' class for random tokens beside those of `model`, read from it.
 
-    The folder is one that `model` was read from. No code of it is run. Raises UserError if
-    transformers' class does not take the folder, or if logits differ by more than TOLERANCE.
+    Raises UserError if they differ by more than TOLERANCE.
     """
-    needed = BYTES * sum(parameter.numel() for parameter in model.parameters())
-    if needed > total_memory():
-        memory = in_bytes(total_memory())
-        return {"reason": f"both models need {in_bytes(needed)}, and there are {memory} of memory"}
     import transformers  # only here: importing it takes seconds
 
-    (architecture,) = huggingface.read_json(folder / huggingface.SETTINGS)["architectures"]
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    program = f"transformers {transformers.__version__} {architecture}"
-    try:
-        theirs = getattr(transformers, architecture).from_pretrained(
-            folder,
-            dtype=torch.float32,
-            local_files_only=True,
-            attn_implementation="eager",  # config.json may ask for one that is not installed
-        )
-    except Exception as fault:  # it raises many kinds, for keys that change nothing here too
-        raise UserError(
-            f"{folder}: {program} cannot open it ({in_words(fault):.200}) - correct its"
-            " config.json, or copy the folder again"
-        ) from None
+    program = f"transformers {transformers.__version__} {type(theirs).__name__}"
     draw = torch.Generator().manual_seed(0)
     length = min(LENGTH, model.train_length)
     ids = torch.randint(model.vocab, (TEXTS, length), generator=draw)
     with torch.no_grad():
-        expected = theirs.eval()(ids).logits
+        expected = theirs(ids).logits
         difference = (model(ids) - expected).abs().max().item()
     largest = expected.abs().max().item()
     # `not <=`: nan is no agreement
     if not difference <= TOLERANCE * max(1.0, largest):
         raise UserError(
-            f"{folder}: our logits differ from those of {program} by {difference:.3g}, where the"
-            f" largest is {largest:.3g} - nothing was written; please report this model"
+            f"our logits differ from those of {program} by {difference:.3g}, where the largest is"
+            f" {largest:.3g} - nothing was written; please report this model"
         )
     return {
         "with": program,

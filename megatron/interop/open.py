@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from safetensors.torch import load_file
+
 from megatron.checkpoints.manifest import RECORD, SETTINGS, SHOWN, faults_of
 from megatron.checkpoints.read import load_for_evaluation, load_model, read_meta
 from megatron.checkpoints.saved import step_of, steps_in
@@ -26,7 +28,7 @@ class OpenedModel(NamedTuple):
 
     kind: what `kind_of` calls it; folder: the source's own
     model: float32, eval mode; config: what it is, in our keys; step: of its training, 0 if unknown
-    record: checkpoint.json of an export
+    record: checkpoint.json of an export; theirs: transformers' own model of a Hugging Face folder
     """
 
     kind: str
@@ -35,6 +37,7 @@ class OpenedModel(NamedTuple):
     config: Config
     step: int = 0
     record: Mapping[str, Any] = {}
+    theirs: Any = None
 
 
 def open_model(source: str | Path, *, config: Config | None = None) -> tuple[GPT, Config]:
@@ -68,11 +71,14 @@ def open_checkpoint(source: str | Path, config: Config | None = None) -> OpenedM
         model, config = reference.load_reference(folder, config)
         return OpenedModel(kind, folder, model, config, step_of(folder) or 0)
     if kind == "huggingface":
-        return OpenedModel(kind, folder, *huggingface.open_folder(folder))
+        model, config, theirs = huggingface.open_folder(folder)
+        return OpenedModel(kind, folder, model, config, theirs=theirs)
     if kind == "exported":
         config, record = read_meta(folder)
-        theirs = huggingface.read_tensors(folder)
-        weights = {name.removeprefix(PREFIX): tensor for name, tensor in theirs.items()}
+        weights = {}
+        for file in sorted(folder.glob(huggingface.WEIGHTS)):
+            for name, tensor in load_file(file).items():
+                weights[name.removeprefix(PREFIX)] = tensor
         model = load_model(folder, config, record, weights)
         return OpenedModel(kind, folder, model, config, record["step"], record)
     raise UserError(

@@ -7,6 +7,7 @@ from pathlib import Path
 import tokenizers
 import torch
 import transformers
+import yaml
 
 from megatron.checkpoints.write import write_checkpoint
 from megatron.config import load
@@ -14,6 +15,13 @@ from megatron.interop.export import export
 from megatron.model import GPT, Cache, from_config
 
 VOCAB = 61
+CASES = yaml.safe_load(Path(__file__).with_name("cases.yml").read_text(encoding="utf-8"))
+MODELS: dict[str, dict] = CASES["models"]
+
+
+def words(settings: dict) -> list[str]:
+    """Keys of ours as `key=value`."""
+    return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
 
 
 def random_ids(length: int, texts: int = 2) -> torch.Tensor:
@@ -97,102 +105,14 @@ def greedy(model: GPT, ids: torch.Tensor, tokens: int) -> list[int]:
 
 # --- Theirs ---
 
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 320,
-}
-GROUPED = {**SIZES, "num_key_value_heads": 2}
-GPT_2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 320}
-DENSE = {"num_experts": 0, "layer_types": ["full_attention"] * 2}
-DELTA = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-}
-BIASES = {"attention_bias": True, "mlp_bias": True}
-LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 500000.0}
-YARN = {"beta_fast": 16.0, "truncate": False, "attention_factor": 1.2}
-SCALED = {"factor": 4.0, "original_max_position_embeddings": 64}
-
-
-def rope(kind: str, **more) -> dict:
-    return {"rope_parameters": {"rope_type": kind, **more}}
-
-
-CASES = {
-    "pythia": ("GPTNeoX", SIZES),
-    "neox one after the other, without bias": (
-        "GPTNeoX",
-        {**SIZES, "use_parallel_residual": False, "attention_bias": False},
-    ),
-    "neox tied, gelu_new": (
-        "GPTNeoX",
-        {**SIZES, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"},
-    ),
-    "gpt2": ("GPT2", {**GPT_2, "n_inner": 80, "layer_norm_epsilon": 1e-2}),
-    "llama": ("Llama", SIZES),
-    "llama grouped, biases, tied, linear": (
-        "Llama",
-        {**GROUPED, **BIASES, "tie_word_embeddings": True, **rope("linear", factor=4.0)},
-    ),
-    "llama3": ("Llama", {**GROUPED, **rope("llama3", **SCALED, **LLAMA_3)}),
-    "llama yarn": ("Llama", {**GROUPED, **rope("yarn", **SCALED)}),
-    "llama yarn, more": ("Llama", {**SIZES, **rope("yarn", **SCALED, **YARN)}),
-    "mistral": ("Mistral", {**GROUPED, "sliding_window": 23, "rms_norm_eps": 1e-2}),
-    "qwen2": ("Qwen2", GROUPED),
-    "qwen2 window": (
-        "Qwen2",
-        {**GROUPED, "use_sliding_window": True, "sliding_window": 23, "max_window_layers": 0},
-    ),
-    "qwen2 windows": (
-        "Qwen2",
-        {
-            **GROUPED,
-            **{"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 23},
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-        },
-    ),
-    "smollm3": (
-        "SmolLM3",
-        {**GROUPED, "num_hidden_layers": 8, **rope("default", rope_theta=500.0)},
-    ),
-    "smollm3 windows": (
-        "SmolLM3",
-        {
-            **{**GROUPED, **BIASES, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]},
-            **{"use_sliding_window": True, "sliding_window": 23, "tie_word_embeddings": False},
-        },
-    ),
-    "qwen3": (
-        "Qwen3",
-        {**SIZES, "num_key_value_heads": 1, "head_dim": 24, "attention_bias": True},
-    ),
-    "qwen3 next": (
-        "Qwen3Next",
-        {**GROUPED, **DENSE, "head_dim": 24, "attention_bias": True},
-    ),
-    "qwen3.5": ("Qwen3_5", {**GROUPED, **DELTA, "num_hidden_layers": 4, "head_dim": 16}),
-    "qwen3.5 tied, biases": (
-        "Qwen3_5",
-        {
-            **{**GROUPED, **DELTA, "linear_num_value_heads": 2, "num_hidden_layers": 3},
-            **{"tie_word_embeddings": True, "attention_bias": True, "head_dim": 16},
-            "layer_types": ["full_attention", "linear_attention", "full_attention"],
-        },
-    ),
-}
 HEAD = {"GPT2": "LMHeadModel"}
 CONFIG = {"Qwen3_5": "Qwen3_5TextConfig"}
 
 
 def of_theirs(case: str) -> transformers.PreTrainedModel:
     """One of their models."""
-    name, settings = CASES[case]
+    settings = dict(MODELS[case])
+    name = settings.pop("class")
     config = getattr(transformers, CONFIG.get(name, f"{name}Config"))(
         **settings, bos_token_id=0, eos_token_id=0, pad_token_id=None
     )

@@ -35,6 +35,7 @@ from megatron.positions import FILES, REGISTRY
 from tests.encodings import every_signature
 from tests.interop.models import (
     BUMP,
+    CASES,
     SHAPE,
     TRAINED,
     VOCAB,
@@ -43,6 +44,7 @@ from tests.interop.models import (
     greedy,
     of_theirs,
     random_ids,
+    words,
 )
 from tests.support import ROOT, call, modules, of_encoding
 
@@ -78,68 +80,23 @@ def test_every_encoding_is_the_same_model_in_transformers(name, tmp_path):
     check_same_in_transformers(folder, model)
 
 
-OF_LLAMA = ["norm=rmsnorm", "activation=swiglu", "use_bias_in_mlp=false"]
-NO_BIAS = ["use_bias_in_attn_linear=false"]
-SINKS = "softmax_type=learnable"
-OF_QWEN = [*OF_LLAMA, *NO_BIAS, "qk_norm=true", "attention_gate=element"]
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ["pos_emb=kerple_log", "pos_emb_shared=false", "activation=swiglu", "head_dim=6"],
-        ["pos_emb=mep_param", "parallel_residual=true", "qk_norm=true", "no_weight_tying=false"],
-        ["pos_emb=t5", "use_bias_in_norms=false", "use_bias_in_attn_output=false"],
-        ["pos_emb=rotary", "num_key_value_heads=1", "window=train_length", "logn_scale=true"],
-        ["pos_emb=xpos", "blockwise=true", "activation=gelu_new", "norm=rmsnorm"],
-        ["pos_emb=kerple_log", "paper_precision=true"],
-        ["pos_emb_layers=[kerple_log, {rotary: {base: 500}}]", "window_layers=[20, null]"],
-        ["pos_emb=learned", "pos_emb_shared=false", "activation=gelu_new"],
-        ["pos_emb=rotary", "num_key_value_heads=2", "attention_gate=head", SINKS],
-        ["num_layers=3", "layers=[gated_delta, attention, kda]", "pos_emb=fox"],
-        [*OF_QWEN, "layers=[kda, attention]"],  # Qwen3.5, but for the state
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", CASES["no_class"], ids=str)
 def test_every_key_of_model_and_attention_is_kept(settings, tmp_path):
-    folder, model = exported(tmp_path, *settings)
+    folder, model = exported(tmp_path, *words(settings))
     assert json.loads((folder / "config.json").read_text())["model_type"] == "positions_gpt"
     check_same_in_transformers(folder, model)
     card = (folder / "README.md").read_text()
     assert "no class of transformers is exactly this model" in card
-    for key, words in {
-        SINKS: "| encoding | rotary, attention_gate head, softmax_type learnable |",
-        "layers=[gated_delta, attention, kda]": "layer_kinds 1 gated_delta + 1 attention + 1 kda |",
+    for key, line in {
+        "softmax_type": "| encoding | rotary, attention_gate head, softmax_type learnable |",
+        "num_layers": "layer_kinds 1 gated_delta + 1 attention + 1 kda |",
     }.items():
-        assert (words in card) == (key in settings)
+        assert (line in card) == (key in settings)
 
 
-STANDARD = {
-    "GPTNeoXForCausalLM": ["parallel_residual=true", "pos_emb_args={rotary_pct: 0.25}"],
-    "GPT2LMHeadModel": ["pos_emb=learned", "activation=gelu_new", "no_weight_tying=false"],
-    "LlamaForCausalLM": [*OF_LLAMA, *NO_BIAS, "num_key_value_heads=2"],
-    "MistralForCausalLM": [*OF_LLAMA, *NO_BIAS, "window=23"],
-    "Qwen2ForCausalLM": [*OF_LLAMA, "use_bias_in_attn_output=false"],
-    "Qwen3ForCausalLM": [*OF_LLAMA, *NO_BIAS, "qk_norm=true", "window_layers=[null, 23]"],
-    "Qwen3NextForCausalLM": [
-        *OF_QWEN,
-        *("num_key_value_heads=2", "pos_emb_args={rotary_pct: 0.5}"),
-    ],
-    "Qwen3_5ForCausalLM": [
-        *(*OF_QWEN, "no_weight_tying=false"),
-        "layers=[gated_delta, attention]",
-        *("linear_num_key_heads=2", "linear_num_value_heads=6", "linear_value_head_dim=5"),
-    ],
-    "SmolLM3ForCausalLM": [
-        *(*OF_LLAMA, *NO_BIAS, "num_layers=4", "window_layers=[23, 23, null, 23]"),
-        "pos_emb_layers=[{rotary: {base: 500}}, none]",
-    ],
-}
-
-
-@pytest.mark.parametrize("name", STANDARD)
+@pytest.mark.parametrize("name", CASES["ours"])
 def test_a_model_that_is_one_of_transformers_becomes_it_and_comes_back(name, tmp_path):
-    path, model = a_run(tmp_path, *STANDARD[name])
+    path, model = a_run(tmp_path, *words(CASES["ours"][name]))
     done = export(path, tmp_path / "out")
     assert done.architecture == name
     assert max(done.differences.values()) <= 1e-5
@@ -159,14 +116,14 @@ def test_a_users_own_encoding_goes_along_and_is_not_run_unasked(bump, tmp_path):
 
     path, model = a_run(tmp_path, "pos_emb=exported_bump", f"pos_emb_file={bump}")
     forget()
-    words = ["tools/export_checkpoint.py", path, "--to", "hf", "-o", tmp_path / "out"]
-    assert "(to a tool --from " in call(*words).stderr
-    assert call(*words, "--from", bump).returncode == 0
+    command = ["tools/export_checkpoint.py", path, "--to", "hf", "-o", tmp_path / "out"]
+    assert "(to a tool --from " in call(*command).stderr
+    assert call(*command, "--from", bump).returncode == 0
     check_same_in_transformers(tmp_path / "out", model)
     forget()
-    words = ["tools/import_checkpoint.py", tmp_path / "out", "-o", tmp_path / "again"]
-    assert "is not run unasked: read it" in call(*words).stderr
-    assert call(*words, "--from", bump).returncode == 0
+    command = ["tools/import_checkpoint.py", tmp_path / "out", "-o", tmp_path / "again"]
+    assert "is not run unasked: read it" in call(*command).stderr
+    assert call(*command, "--from", bump).returncode == 0
     forget()
     reading = "open(__file__.rpartition('/')[0] + '/bump.py').close()"
     for number, (text, message) in enumerate(
@@ -271,8 +228,7 @@ def test_what_transformers_saves_again_and_builds_anew_is_the_same_model(tmp_pat
 @torch.no_grad()
 def test_a_text_is_one_document_in_transformers_and_the_card_says_so(tmp_path):
     tokenizer = {"type": "CharLevelTokenizer", "hash": "aaaa", "vocab_size": VOCAB, "eod": END}
-    words = [f"{key}=true" for key in APART]
-    path, model = a_run(tmp_path, "pos_emb=sinusoidal", *words, tokenizer=tokenizer)
+    path, model = a_run(tmp_path, "pos_emb=sinusoidal", *words(APART), tokenizer=tokenizer)
     model.end_of_document = END
     export(path, tmp_path / "out")
     ids = random_ids(60)
@@ -392,12 +348,12 @@ def test_the_commands_of_the_guide_run_and_write_a_card(tmp_path, monkeypatch):
 # --- Reading it back ---
 
 
-@pytest.mark.parametrize("settings", [STANDARD["GPTNeoXForCausalLM"], ["pos_emb=mep_free"]])
+@pytest.mark.parametrize("settings", [CASES["ours"]["GPTNeoXForCausalLM"], {"pos_emb": "mep_free"}])
 def test_an_export_is_imported_bit_for_bit_and_refused_where_it_is_damaged(
     settings, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    path, _ = a_run(tmp_path, *settings, f"data_path={tmp_path}/text")
+    path, _ = a_run(tmp_path, *words(settings), f"data_path={tmp_path}/text")
     export(path, "out")
     for file in Path("out").glob("*.[jsy]*"):  # weights and settings
         whole = file.read_bytes()

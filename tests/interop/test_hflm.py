@@ -21,7 +21,7 @@ from megatron.generation.with_tokenizer import opened_with_tokenizer
 from megatron.interop.export import export
 from megatron.interop.importing import import_checkpoint
 from megatron.protocols import Windows
-from tests.interop.models import SIZES, a_run, spread
+from tests.interop.models import CASES, a_run, spread
 from tests.support import call
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
@@ -61,7 +61,7 @@ def both(request, tmp_path_factory, own_modules):
     begin = whole.token_to_id("<s>")
     whole.post_processor = TemplateProcessing("<s> $A", "<s> $A <s> $B", [("<s>", begin)])
     torch.manual_seed(1)
-    config = transformers.LlamaConfig(**{**SIZES, "vocab_size": begin + 1})
+    config = transformers.LlamaConfig(**{**CASES["sizes"], "vocab_size": begin + 1})
     theirs = transformers.LlamaForCausalLM(config).eval()
     spread(theirs)
     theirs.save_pretrained(folder)
