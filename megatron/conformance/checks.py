@@ -1,7 +1,6 @@
 """What every encoding must keep: its tables, its numbers, its place in a model, its gradients."""
 
 import copy
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
@@ -35,6 +34,7 @@ from megatron.model.cache import Cache
 from megatron.model.gpt import GPT
 from megatron.positions import Position
 from megatron.positions.base import WrongEncoding
+from megatron.positions.precision import UNBOUNDED
 
 Check = Callable[[Subject], Finding]
 NO_BIAS = Finding(NOT_APPLICABLE, "it has no bias by distance")
@@ -76,23 +76,19 @@ def title(check: Check) -> str:
 @torch.no_grad()
 def right_shape(subject: Subject) -> Finding:
     """Biases are [heads, length] float32 for 1 to 32 heads."""
-    refusal = ""
-    numbers_of_heads = sorted({1, 3, 12, 16, 32, subject.heads})
-    for heads in numbers_of_heads:
+    names = ", ".join(biases(subject.position(), 8))
+    if not names:
+        return Finding(NOT_APPLICABLE, "it has no bias")
+    for heads in (1, 3, 12, 16, 32, subject.heads):
         try:
             position = replace(subject, heads=heads).position()
-        except UserError as fault:  # its options hold one number per head
-            refusal = f"; not with {heads} heads: {fault}"
+        except UserError:  # its options hold one number per head
             continue
         for name, bias in biases(position, 40).items():
             if bias.shape != (heads, 40) or bias.dtype != torch.float32:
                 shape = list(bias.shape)
-                detail = f"{name} with {heads} heads is {shape} {bias.dtype}"
-                return Finding(FAILS, detail)
-    names = ", ".join(biases(subject.position(), 8))
-    if not names:
-        return Finding(NOT_APPLICABLE, "it has no bias")
-    return Finding(HOLDS, names + refusal)
+                return Finding(FAILS, f"{name} with {heads} heads is {shape} {bias.dtype}")
+    return Finding(HOLDS, names)
 
 
 @torch.no_grad()
@@ -179,9 +175,6 @@ def conditionally_positive_definite(subject: Subject) -> Finding:
     detail = f"head {head} has the eigenvalue {value:.1e} on {SIZES[size]} tokens"
     if not (smallest_eigenvalues(bias.exp()) < 0).any():
         detail += "; exp(bias) is positive definite, as MEP's kernels are"
-    heads = negative.any(0).nonzero().flatten().tolist()
-    if len(heads) > 1:
-        detail += f"; heads that have one: {', '.join(map(str, heads))}"
     must = "conditionally_positive_definite" in position.claims
     return Finding(FAILS if must else FACT, detail)
 
@@ -205,22 +198,40 @@ def smallest_eigenvalues(kernel: Tensor, *, sum_is_zero: bool = False) -> Tensor
     return torch.stack(smallest)
 
 
-@torch.no_grad()
 def finite_far_away(subject: Subject) -> Finding:
-    """Everything is finite at 16384 and at 131072 tokens."""
+    """Everything is finite at 16384 and at 131072 tokens, gradients too."""
     position = subject.position()
     detail = ""
     for end in (FAR, VERY_FAR):
         try:
-            problem = infinite_effect(effects_before(position, end))
+            effects = effects_before(position, end)
         except UserError as refusal:
             if end == FAR:
                 raise
             detail = f"at {FAR}; at {VERY_FAR} refused: {refusal}"
             continue
+        problem = infinite_effect(effects) or infinite_gradient(position, effects)
         if problem:
             return Finding(FAILS, f"{problem} at {end}")
     return TOO_FAR if position.looks_at_content else Finding(HOLDS, detail)
+
+
+def infinite_gradient(position: Position, effects: dict[str, Tensor]) -> str:
+    """Which learned number gets a gradient that is not finite, in words; empty if none does."""
+    # Relative to its own size, so that a finite number cannot overflow in the sum.
+    terms = [
+        (value / value.detach().abs().clamp(min=1)).mean()
+        for value in effects.values()
+        if value.requires_grad
+    ]
+    if not terms:
+        return ""
+    names, parameters = zip(*position.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(torch.stack(terms).sum(), parameters, allow_unused=True)
+    for name, gradient in zip(names, gradients, strict=True):
+        if gradient is not None and not gradient.isfinite().all():
+            return f"the gradient of {name} is not finite"
+    return ""
 
 
 @torch.no_grad()
@@ -231,23 +242,24 @@ def same_at_every_length(subject: Subject) -> Finding:
     if not longest:
         return Finding(NOT_APPLICABLE, "it has no table by distance")
     worst = 0.0
-    for length in (512, FAR, 64):  # one object, long and short lengths in turn
+    for length in (512, FAR, 64, 777):  # one object, long and short lengths in turn
+        # The last numbers of an odd length are computed by scalar code, which rounds differently.
+        compared = length - length % 64
         for name, table in tables(position, length).items():
-            worst = max(worst, largest_difference(table, longest[name][:, :length]))
-    # The last numbers of an odd length are computed by scalar code, which rounds differently.
-    for name, table in tables(position, 777).items():
-        expected = longest[name][:, :777]
-        worst = max(worst, largest_difference(table[:, :768], expected[:, :768]))
-        if not torch.allclose(table, expected, rtol=1e-5, atol=0):
-            detail = f"{name} of length 777 differs from the beginning of a longer one"
-            return Finding(FAILS, detail)
+            difference = largest_difference(table[:, :compared], longest[name][:, :compared])
+            worst = max(worst, difference)
     return at_most(0.0, worst)
 
 
 @torch.no_grad()
-def float32_after_cast(subject: Subject) -> Finding:
-    """Casting the model to bfloat16 rounds nothing."""
+def float32_in_half_precision(subject: Subject) -> Finding:
+    """Casting the model to bfloat16 rounds nothing, and autocast no bias."""
     position = subject.position()
+    exact = biases(position, 4096)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        worst = largest_difference_in(exact, biases(position, 4096))
+    if worst:
+        return at_most(0.0, worst)
     return same_effects(position, copy.deepcopy(position).bfloat16())
 
 
@@ -257,18 +269,6 @@ def same_effects(first: Position, second: Position) -> Finding:
     return at_most(
         0.0, largest_difference_in(effects_before(first, end), effects_before(second, end))
     )
-
-
-@torch.no_grad()
-def float32_under_autocast(subject: Subject) -> Finding:
-    """Autocast to bfloat16 rounds no bias."""
-    position = subject.position()
-    before = biases(position, 4096)
-    if not before:
-        return Finding(NOT_APPLICABLE, "it has no bias")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        after = biases(position, 4096)
-    return at_most(0.0, largest_difference_in(before, after))
 
 
 @torch.no_grad()
@@ -377,37 +377,16 @@ def backends_agree(subject: Subject) -> Finding:
     return at_most(1e-4, largest_difference_in(*results))
 
 
-@torch.no_grad()
-def finite_losses(subject: Subject) -> Finding:
-    """Losses are finite at 4096 tokens, and at 16384 in bfloat16."""
-    # Both have the same range, and tables are float32 in either: what overflows does so in both.
-    content = subject.position().has("on_scores")
-    length = 2048 if content else FAR
-    for dtype, tokens in ((torch.float32, length // 4), (torch.bfloat16, length)):
-        ids = random_ids(tokens + 1)
-        inputs, labels = ids[:, :-1], ids[:, 1:]
-        gpt = subject.gpt(layers=1).to(dtype)
-        losses = gpt(inputs, labels=labels)
-        if not losses.isfinite().all():
-            return Finding(FAILS, f"not finite in {dtype}")
-    if content:
-        return Finding(HOLDS, f"at {length}: content needs memory for length²")
-    return Finding(HOLDS)
-
-
 def gradients_match_finite_differences(subject: Subject) -> Finding:
     """Gradients match finite differences in float64."""
     position = subject.position().double()
     parameters = list(position.parameters())
     if not parameters:
         return LEARNS_NOTHING
-    with torch.no_grad():  # on a bound the value is constant to one side
-        for module in position.modules():
-            bounds = getattr(module, "bounds", {})
-            for name, (low, high) in bounds.items():
-                margin = min(1e-3, (high - low) / 4)
-                bounded = getattr(module, name)
-                bounded.clamp_(low + margin, high - margin)
+    for owner, name, parameter in position.own_parameters():  # beyond a bound, it is constant
+        low, high = owner.bounds.get(name, UNBOUNDED)
+        margin = min(1e-3, (high - low) / 4)
+        parameter.data.clamp_(low + margin, high - margin)
     torch.manual_seed(1)
     shape = position.shape
     length = shape.train_length
@@ -427,36 +406,6 @@ def gradients_match_finite_differences(subject: Subject) -> Finding:
     if same:
         return Finding(HOLDS)
     return Finding(FAILS, "they differ")
-
-
-def gradients_finite_far_away(subject: Subject) -> Finding:
-    """Gradients are finite at 131072 tokens."""
-    position = subject.position()
-    named = dict(position.named_parameters())
-    if not named:
-        return LEARNS_NOTHING
-    end = VERY_FAR
-    try:
-        effects = effects_before(position, end)
-    except UserError:
-        end = longest_length(position)
-        effects = effects_before(position, end)
-    # Relative to its own size, so that a finite number cannot overflow in the sum.
-    terms = []
-    for value in effects.values():
-        size = value.detach().abs().clamp(min=1)
-        terms.append((value / size).mean())
-    total = torch.stack(terms).sum()
-    if not total.requires_grad:
-        return Finding(FAILS, "nothing that it learns has an effect")
-    parameters = list(named.values())
-    gradients = torch.autograd.grad(total, parameters, allow_unused=True)
-    for name, gradient in zip(named, gradients, strict=True):
-        if gradient is not None and not gradient.isfinite().all():
-            return Finding(FAILS, f"the gradient of {name} is not finite at {end}")
-    if position.looks_at_content:
-        return TOO_FAR
-    return Finding(HOLDS, "" if end == VERY_FAR else f"at {end}, where it ends")
 
 
 def gradients_reach_every_parameter(subject: Subject) -> Finding:
@@ -496,25 +445,19 @@ def bounds_hold_anywhere(subject: Subject) -> Finding:
     if not list(subject.position().parameters()):
         return LEARNS_NOTHING
     for value in (-5.0, 5.0):
-        for dtype in (torch.float32, torch.bfloat16):  # DeepSpeed's bf16 engine stores these
-            position = subject.position()
-            for parameter in position.parameters():
-                parameter.data = torch.full_like(parameter, value, dtype=dtype)
-            stored = f"where {value:g} is stored in {dtype}"
-            learned = position.learned()
-            missing = sorted(dict(position.named_parameters()).keys() - learned.keys())
-            if missing:
-                return Finding(FAILS, f"learned() lacks {', '.join(missing)}")
-            for name, acting in learned.items():
-                owner, _, last = name.rpartition(".")
-                bounds = getattr(position.get_submodule(owner), "bounds", {})
-                low, high = bounds.get(last, (-math.inf, math.inf))
-                inside = (acting >= low) & (acting <= high) & acting.isfinite()
-                if acting.dtype != torch.float32 or not inside.all():
-                    return Finding(FAILS, f"{name} leaves its bounds or float32 {stored}")
-            problem = infinite_effect(effects_before(position, longest_length(position)))
-            if problem:
-                return Finding(FAILS, f"{problem} {stored}")
+        position = subject.position()
+        for parameter in position.parameters():  # DeepSpeed's bf16 engine stores these
+            parameter.data = torch.full_like(parameter, value, dtype=torch.bfloat16)
+        stored = f"where {value:g} is stored"
+        for owner, name, _ in position.own_parameters():
+            acting = owner.bounded(name)
+            low, high = owner.bounds.get(name, UNBOUNDED)
+            inside = (acting >= low) & (acting <= high) & acting.isfinite()
+            if acting.dtype != torch.float32 or not inside.all():
+                return Finding(FAILS, f"{name} leaves its bounds or float32 {stored}")
+        problem = infinite_effect(effects_before(position, longest_length(position)))
+        if problem:
+            return Finding(FAILS, f"{problem} {stored}")
     return Finding(HOLDS, "stored as -5 and as 5")
 
 
@@ -526,16 +469,13 @@ CHECKS: tuple[Check, ...] = (
     conditionally_positive_definite,
     finite_far_away,
     same_at_every_length,
-    float32_after_cast,
-    float32_under_autocast,
+    float32_in_half_precision,
     survives_saving,
     later_tokens_change_nothing,
     cached_is_full,
     parts_sum_to_the_whole,
     backends_agree,
-    finite_losses,
     gradients_match_finite_differences,
-    gradients_finite_far_away,
     gradients_reach_every_parameter,
     bounds_hold_anywhere,
 )

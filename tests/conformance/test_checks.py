@@ -1,7 +1,6 @@
 """Each check passes what is right and finds the planted mistake that it is about."""
 
 from itertools import count
-from typing import ClassVar
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from megatron.positions.fox import Fox
 from megatron.positions.rotary import Rotary
 
 pytestmark = pytest.mark.usefixtures("own_registry")
-SLOW = (checks.finite_losses, checks.later_tokens_change_nothing)
+SLOW = (checks.later_tokens_change_nothing,)
 
 
 def failing(encoding: type[Position], *slow_checks) -> set:
@@ -40,7 +39,6 @@ def test_what_does_not_hold_or_apply_says_why():
         ("learned", checks.zero_at_zero, NOT_APPLICABLE, "it has no bias by distance"),
         ("alibi", checks.bounds_hold_anywhere, NOT_APPLICABLE, "it learns nothing"),
         ("learned", checks.finite_far_away, NOT_APPLICABLE, "refused: pos_emb: learned positions"),
-        ("learned", checks.gradients_finite_far_away, HOLDS, "at 64, where it ends"),
         ("cope", checks.finite_far_away, NOT_APPLICABLE, "which was computed on 32 tokens alone"),
         ("xpos", checks.finite_far_away, HOLDS, "at 16384; at 131072 refused: pos_emb: xpos"),
         ("alibi", positive, HOLDS, "on 32 and 256 tokens"),
@@ -50,9 +48,6 @@ def test_what_does_not_hold_or_apply_says_why():
         assert finding.verdict == verdict, (name, finding)
         assert detail in finding.detail
         assert finding.check == title(check)
-    one_per_head = Subject("alibi", {"slopes": [0.5, 0.25, 0.1, 0.05]})
-    (finding,) = examine(one_per_head, [checks.right_shape])
-    assert finding.detail.startswith("bias; not with 32 heads: pos_emb_args: alibi: slopes: 4 numb")
     with pytest.raises(UserError, match="no encoding is called 'rotery'"):
         examine(Subject("rotery"))
 
@@ -184,10 +179,8 @@ class WrongGradient(OneNumber):
 
 
 class Unbounded(OneNumber):
-    bounds: ClassVar = {"slope": (0.0, 1.0)}
-
-    def learned(self):
-        return {"slope": self.slope.detach()}
+    def bounded(self, name):
+        return self.slope
 
 
 class Cached(OneNumber):
@@ -225,7 +218,6 @@ def test_planted_mistakes_are_found_by_their_checks_alone():
             Detached,
             {
                 checks.gradients_match_finite_differences,
-                checks.gradients_finite_far_away,
                 checks.gradients_reach_every_parameter,
             },
         ),
@@ -239,11 +231,11 @@ def test_planted_mistakes_are_found_by_their_checks_alone():
 def test_planted_mistakes_are_found_by_their_checks_too():
     for encoding, expected in (
         (OfOneHead, {checks.right_shape}),
-        (Rounded, {checks.float32_after_cast}),
-        (Product, {checks.float32_under_autocast}),
+        (Rounded, {checks.float32_in_half_precision}),
+        (Product, {checks.float32_in_half_precision}),
         (Unbounded, {checks.bounds_hold_anywhere}),
         (Fickle, {checks.backends_agree}),
         (Normalised, {checks.same_at_every_length, checks.later_tokens_change_nothing}),
-        (Logarithm, {checks.finite_far_away, checks.finite_losses}),
+        (Logarithm, {checks.finite_far_away}),
     ):
         assert expected <= failing(encoding, *expected), encoding
