@@ -108,8 +108,8 @@ def shift_invariant(subject: Subject) -> Finding:
     q, k = one_of_each.expand(-1, -1, -1, 50, -1)
     near = scores(position, q, k)
     far = scores(position, q, k, start=16000)
-    moved = near[:, 1:, 1:].tril()  # one position further along the diagonals
-    worst = max(largest_difference(near, far), largest_difference(moved, near[:, :-1, :-1]))
+    moved = near[..., 1:, 1:].tril()  # one position further along the diagonals
+    worst = max(largest_difference(near, far), largest_difference(moved, near[..., :-1, :-1]))
     size = max(1.0, float(near.abs().max()))
     finding = at_most(1e-9, worst / size, "relative difference")
     if finding.verdict == FAILS and position.has("index_bias"):

@@ -120,10 +120,10 @@ def biases(position: Position, length: int) -> dict[str, Tensor]:
 def scores(
     position: Position, q: Tensor, k: Tensor, x: Tensor | None = None, start: int = 0
 ) -> Tensor:
-    """q·k/√head_dim with all that the encoding does to it: [heads, length, length].
+    """q·k/√head_dim with all that the encoding does to it: [batch, heads, length, length].
 
     Scores of later keys are 0. The first token is at `start`.
-    q, k [1, heads, length, head_dim]; x [1, length, hidden]: the layer's input, for content
+    q, k [batch, heads, length, head_dim]; x [batch, length, hidden]: the layer's input, for content
     """
     scale = position.score_scale(torch.arange(start + 1, start + q.shape[2] + 1))
     q, k = position.on_queries_keys(q, k, start)
@@ -140,7 +140,7 @@ def scores(
         if position.has("block_scores"):
             options["scores"] = position.block_scores(q, k, x, {})
     terms = Terms(**tables(position, q.shape[2]), **options)
-    return all_scores(q, k, terms)[0].tril()
+    return all_scores(q, k, terms).tril()
 
 
 def effects_before(position: Position, end: int) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -53,8 +54,23 @@ class Golden:
         theirs = {name: self.numbers.get(f"param.{name}") for name in names}
         return {names[name]: value for name, value in theirs.items() if value is not None}
 
-    def list(self, name: str) -> list[float]:
-        return self.numbers[f"param.{name}"].tolist()
+    def values(self, options: Any) -> Any:
+        """Options of authors.yml, with the numbers and sizes of the file that they name."""
+        if isinstance(options, dict):
+            return {name: self.values(value) for name, value in options.items()}
+        if isinstance(options, list):
+            return [self.values(value) for value in options]
+        if not isinstance(options, str):
+            return options
+        if " / " in options:
+            above, below = (self.values(part) for part in options.split(" / "))
+            return above / below
+        if options == "heads":
+            return self.shape().heads
+        kind, _, name = options.partition(".")
+        if kind in ("rows", "last"):
+            return self.numbers[name].shape[0 if kind == "rows" else -1]
+        return self.numbers[options].tolist() if options in self.numbers else options
 
 
 def load(name: str, variant: str) -> Golden:
@@ -62,7 +78,7 @@ def load(name: str, variant: str) -> Golden:
     if not path.exists():
         pytest.skip(f"{path} is not there")
     numbers = load_file(path)
-    prefix = f"{variant}." if variant else ""
+    prefix = "" if variant == "only" else f"{variant}."
     named = {}
     for start in ("param.", prefix):  # those of all variants, and its own
         for key, value in numbers.items():

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from megatron.conformance.subject import scores
 from megatron.evaluation.methods import MeasuredAttention
 from megatron.positions import Shape, build
 from tests.model.test_cache import in_pieces, model
@@ -20,7 +21,7 @@ def test_weights_are_powers_of_the_number_of_visible_keys():
     ours.scale.data.copy_(s)
     ours.offset.data.copy_(b)
     q, k, v = torch.randn(3, 2, 3, 20, 8, dtype=torch.float64)
-    out = output_of(ours, q, k, v, torch.zeros(2, 20, 24))
+    out = output_of(scores(ours, q, k), v)
     for query in range(20):
         n = query + 1
         z = (q[:, :, query, None] * k[:, :, :n]).sum(-1) / math.sqrt(8)  # [batch, heads, n]
