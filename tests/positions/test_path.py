@@ -2,16 +2,14 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron.attention import attention
-from megatron.attention.eager import all_scores
-from megatron.attention.terms import Content, Terms
+from megatron.conformance.subject import scores
 from megatron.errors import UserError
 from megatron.positions import Position, Shape, build
 from megatron.positions.base import Memory
-from tests.positions.golden import FOLDER
+from tests.positions.golden import load
 from tests.positions.test_authors import close, lower_triangle
 
 SHAPE = Shape(heads=3, head_dim=8, hidden=24, train_length=64)
@@ -25,65 +23,55 @@ def given(name: str, w: Tensor, beta: Tensor, log_f: Tensor | None):
     return position
 
 
-def scores_of(position: Position, q: Tensor, k: Tensor, x: Tensor, memory: Memory) -> dict:
+def inputs_of(position: Position, q: Tensor, k: Tensor, x: Tensor, memory: Memory) -> dict:
     """What this encoding gives to attention."""
-    scores = {"block_scores": position.block_scores(q, k, x, memory)}
+    inputs = {"block_scores": position.block_scores(q, k, x, memory)}
     if position.has("score_bias"):
-        scores["score_bias"] = position.score_bias(x, memory)
-    return scores
+        inputs["score_bias"] = position.score_bias(x, memory)
+    return inputs
 
 
 def score_by_score(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, log_f: Tensor | None) -> Tensor:
     """(k_jᵀ H_(j+1) … H_i q_i + Σ log f) / √head_dim: [batch, heads, length, length], later 0."""
     length, head_dim = q.shape[2:]
-    scores = q.new_zeros(*q.shape[:3], length)
+    products = q.new_zeros(*q.shape[:3], length)
     moved, fallen = q.clone(), q.new_zeros(q.shape[:3])  # of every query so far
     for j in reversed(range(length)):
         later = slice(j, length)
-        products = (moved[:, :, later] * k[:, :, j, None]).sum(-1)
-        scores[:, :, later, j] = (products + fallen[:, :, later]) / head_dim**0.5
+        by_key = (moved[:, :, later] * k[:, :, j, None]).sum(-1)
+        products[:, :, later, j] = (by_key + fallen[:, :, later]) / head_dim**0.5
         along_w = (moved[:, :, later] * w[:, :, j, None]).sum(-1)
         moved[:, :, later] -= (beta[:, :, j, None] * along_w)[..., None] * w[:, :, j, None]
         if log_f is not None:
             fallen[:, :, later] += log_f[:, :, j, None]
-    return scores
+    return products
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ["path", "path_fox"])
 def test_path_gives_the_numbers_of_its_authors(name, backend):
-    path = FOLDER / "path.safetensors"
-    if not path.exists():
-        pytest.skip(f"{path} is not there")
-    numbers, inputs = load_file(path), load_file(FOLDER / "inputs.safetensors")
-    lengths = [length for length in ("L16", "L48") if f"{length}.q" in inputs]
-    assert lengths
-    for length in lengths:
-        mapped = ("w", "beta", "log_f") if name == "path_fox" else ("w", "beta")
-        leaves = {key: inputs[f"{length}.{key}"].double() for key in ("q", "k", "v")}
-        leaves |= {key: numbers[f"{length}.{key}"].double() for key in mapped}
+    golden, mapped = load("path", name), load("path", "only")
+    assert golden.lengths
+    for length in golden.lengths:
+        expected = golden.of_length(length)
+        leaves = {key: golden.inputs[f"{length}.{key}"].double() for key in ("q", "k", "v")}
+        leaves |= {key: mapped.numbers[f"{length}.{key}"].double() for key in ("w", "beta")}
+        if name == "path_fox":
+            leaves["log_f"] = mapped.numbers[f"{length}.log_f"].double()
         for leaf in leaves.values():
             leaf.requires_grad_()
         q, k, v = leaves["q"], leaves["k"], leaves["v"]
         position = given(name, leaves["w"], leaves["beta"], leaves.get("log_f"))
-        terms = scores_of(position, q, k, inputs[f"{length}.x"].double(), {})
-
-        content = Content.of(terms.get("score_bias"), q.shape[2])
-        scores = all_scores(q, k, Terms(scores=terms["block_scores"], content=content))
-        theirs = numbers.get(f"{name}.{length}.scores")
-        if theirs is not None:
-            # The softmax ignores what is the same for all keys of a query.
-            expected = torch.zeros(*theirs.shape[:2], *scores.shape[2:]).double()
-            rows, columns = torch.tril_indices(*scores.shape[2:])
-            expected[..., rows, columns] = theirs.double()
-            ours = (scores - scores[..., :1])[: len(theirs)]
-            close(lower_triangle(ours), lower_triangle(expected - expected[..., :1]), 2e-5)
-        out = attention(q, k, v, **terms, backend=backend)
-        close(out, numbers[f"{name}.{length}.out"], 2e-5)
-        (out * inputs[f"{length}.dout"].double()).sum().backward()
+        x = golden.inputs[f"{length}.x"].double()
+        if "scores" in expected:
+            ours = lower_triangle(scores(position, q, k, x))
+            close(ours[: len(expected["scores"])], expected["scores"], 2e-5)
+        out = attention(q, k, v, **inputs_of(position, q, k, x, {}), backend=backend)
+        close(out, expected["out"], 2e-5)
+        (out * golden.inputs[f"{length}.dout"].double()).sum().backward()
         for key, leaf in leaves.items():
-            if f"{name}.{length}.grad_{key}" in numbers:
-                close(leaf.grad, numbers[f"{name}.{length}.grad_{key}"], 1e-4)
+            if f"grad_{key}" in expected:
+                close(leaf.grad, expected[f"grad_{key}"], 1e-4)
 
 
 @pytest.mark.parametrize("name", ["path", "path_fox"])
@@ -105,11 +93,14 @@ def test_blocks_and_pieces_give_the_product_of_all_matrices(name):
         q, k, v = q.float(), k.float(), v.float()
         for end in (70, 71, 72, length):
             new = slice(begin, end)
-            terms = scores_of(position, q[:, :, new], k[:, :, new], x[:, new], memory)
+            terms = inputs_of(position, q[:, :, new], k[:, :, new], x[:, new], memory)
             out = attention(q[:, :, new], k[:, :, :end], v[:, :, :end], **terms)
             close(out, expected[:, :, new], 2e-5)
             begin = end
-        close(attention(q, k, v, **scores_of(position, q, k, x, {})), expected, 2e-5)
+        whole = attention(q, k, v, **inputs_of(position, q, k, x, {}))
+        close(whole, expected, 2e-5)
+        with torch.autocast("cpu", dtype=torch.bfloat16):  # it rounds no product
+            assert torch.equal(attention(q, k, v, **inputs_of(position, q, k, x, {})), whole)
 
 
 def test_masks_and_biases_act_in_blocks_as_on_all_scores():
@@ -141,15 +132,3 @@ def test_one_part_alone_gives_the_scores():
     with pytest.raises(UserError, match="parts: only one part can give the scores themselves"):
         build("sum", SHAPE, parts=["path", "path_fox"])
     assert build("sum", SHAPE, parts=["rotary", "path"]).has("block_scores")
-
-
-@pytest.mark.parametrize("name", ["path", "path_fox"])
-def test_autocast_rounds_no_product_of_attention(name):
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 1, 3, 300, 8)
-    x, position = torch.randn(1, 300, 24), build(name, SHAPE)
-    with torch.no_grad():
-        expected = attention(q, k, v, **scores_of(position, q, k, x, {}))
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = attention(q, k, v, **scores_of(position, q, k, x, {}))
-    assert torch.equal(out, expected)

@@ -5,7 +5,6 @@ import math
 import pytest
 from torch import nn
 
-from megatron.attention import attention
 from megatron.attention.terms import Terms
 from megatron.config import load as load_config
 from megatron.errors import UserError
@@ -14,9 +13,17 @@ from megatron.model import Architecture
 from megatron.model.block import AttentionInputs, SelfAttention
 from megatron.positions import Shape, build
 from tests.positions.golden import load
-from tests.positions.test_authors import close, lower_triangle
+from tests.positions.test_authors import (
+    Case,
+    check_gradients,
+    check_values,
+    close,
+    lower_triangle,
+    output_of,
+)
 
 YARN = {"high_freq_factor": 32.0, "low_freq_factor": 1.0, "original_length": 4096}
+CASE = Case("rope_pp")
 SHAPE = ["num_layers=1", "hidden_size=24", "num_attention_heads=6", "seq_length=16"]
 
 
@@ -35,15 +42,11 @@ def test_real_and_imaginary_heads_have_the_scores_of_the_authors(variant):
         both_q, turned_k = position.on_queries_keys(q.repeat_interleave(2, 1), k)
         both_k, both_v = (x.repeat_interleave(2, 1) for x in (turned_k, v))
         scores = both_q @ both_k.mT / 8**0.5
-        out = attention(both_q, both_k, both_v, backend="eager")
-        if "scores" in expected:
-            theirs = expected["scores"]
-            close(lower_triangle(scores)[: len(theirs)], theirs, 2e-5)
-        close(out, expected["out"], 2e-5)
+        out = output_of(scores, both_v)
+        check_values(lower_triangle(scores), scores, out, expected, CASE)
         if "grad_q" in expected:
             (out * expected["dout"]).sum().backward()
-            for name, tensor in {"grad_q": q, "grad_k": k, "grad_v": v}.items():
-                close(tensor.grad, expected[name], 1e-4)
+            check_gradients(position, {"grad_q": q, "grad_k": k, "grad_v": v}, expected, CASE)
 
 
 @pytest.mark.parametrize("variant", ["ec", "ec_gqa", "eh", "eh_gqa"])
@@ -69,21 +72,21 @@ def test_a_layer_is_that_of_the_authors(variant):
     layer.query_key_value.weight = nn.Parameter(fused([q, k, v], model))
     layer.dense.weight = nn.Parameter(out)
     position = build("rope_pp", Shape(heads, 8, hidden, 16)).double()
-    for length in (key for key in golden.numbers if key.endswith("layer_out")):
-        expected = golden.of_length(length.split(".")[0])
-        x = golden.inputs[f"{length.split('.')[0]}.x"].double().requires_grad_()
+    for length in golden.lengths:
+        expected = golden.of_length(length)
+        x = golden.inputs[f"{length}.x"].double().requires_grad_()
         out_of_layer = layer(x, AttentionInputs(position, Terms(), "eager"))
         close(out_of_layer, expected["layer_out"], 2e-5)
         if "grad_x" not in expected:
             continue
         layer.zero_grad()
-        dout = load("rope_pp", "layer").numbers[f"{length.split('.')[0]}.dout"]
+        dout = load("rope_pp", "layer").numbers[f"{length}.dout"]
         (out_of_layer * dout).sum().backward()
         close(x.grad, expected["grad_x"], 1e-4)
         gradients = parted(layer.query_key_value.weight.grad, model)
-        for name, gradient in zip(projections, gradients, strict=True):
+        named = zip((*projections, "o_proj"), (*gradients, layer.dense.weight.grad), strict=True)
+        for name, gradient in named:
             close(gradient, expected[f"grad.{name}.weight"], 1e-4)
-        close(layer.dense.weight.grad, expected["grad.o_proj.weight"], 1e-4)
 
 
 def test_an_encoding_and_a_model_agree_on_the_heads_of_a_query():
