@@ -372,7 +372,7 @@ def _logging(logging: Logging) -> Faults:
             " write the address alone, and give the key in WANDB_API_KEY"
         )
     first, last = logging.profile_step_start, logging.profile_step_stop
-    if (logging.profile or logging.memory_profiling) and first > last:
+    if logging.profile and first > last:
         yield f"profile_step_stop: {last} is before profile_step_start = {first}; raise it"
 
 

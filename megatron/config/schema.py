@@ -84,7 +84,7 @@ BY_FILE_NAME = {
     *("vocab_file", "merge_file"),
 }
 INPUTS = {*BY_FILE_NAME, "pos_emb_file", "hostfile"}
-PATHS = {*INPUTS, "save", "load", "log_dir", "tensorboard_dir", "memory_profiling_path"}
+PATHS = {*INPUTS, "save", "load", "log_dir", "tensorboard_dir"}
 FOLLOWS = {
     "num_key_value_heads": "num_attention_heads",
     "max_position_embeddings": "seq_length",
@@ -576,20 +576,15 @@ class Logging(Section):
     """Address of your own Weights & Biases server."""
     profile: bool = False
     """Record steps profile_step_start to profile_step_stop with torch's profiler, as a Chrome trace
-    in the folder `profile` of the run."""
+    in the folder `profile` of the run, with the memory that each operation allocates."""
     profile_step_start: Positive = 10
     """First step that is recorded."""
     profile_step_stop: Positive = 12
-    """Last step that is recorded; memory_profiling ends with it, too."""
+    """Last step that is recorded."""
     profile_ranks: Annotated[tuple[Count, ...], BeforeValidator(as_tuple), Field(min_length=1)] = (
         0,
     )
     """Ranks that record, each in a file of its own."""
-    memory_profiling: bool = False
-    """Record allocations of CUDA memory until profile_step_stop, or until a lack of memory ends the
-    run. On the CPU the trace of profile shows the allocations of each operation."""
-    memory_profiling_path: str | None = None
-    """Folder for memory_rank0.pickle and so on; unset: the folder `profile` of the run."""
 
 
 class Launch(Section):
