@@ -2,6 +2,7 @@
 
 python tools/probe.py --checkpoint runs/mep [--step 2000] [--lengths 512 1024] [--probes copy]
 python tools/probe.py --checkpoint runs/mep eval_part=test --output probes.jsonl
+python tools/probe.py --checkpoint runs/mep --probes ruler --lengths 512 1024 2048 4096 8192 16384
 """
 
 import argparse
@@ -12,7 +13,7 @@ from megatron.config import Config
 from megatron.entry import run
 from megatron.evaluation.options import add_checkpoint, number
 from megatron.evaluation.probe_checkpoint import ProbeOptions, probe
-from megatron.results.probes import PROBES, ProbeRow
+from megatron.results.probes import GROUPS, PROBES, RULER, ProbeRow
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -21,14 +22,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--probes",
         nargs="+",
-        choices=PROBES,
+        choices=(*PROBES, *GROUPS),
         default=ProbeOptions.probes,
         metavar="NAME",
-        help=f"{', '.join(PROBES)}; default: all",
+        help=f"{', '.join(PROBES)}; ruler: {', '.join(RULER)}; default: all but these",
     )
     for name, words, bounds in (
         ("depths", "places in the context", (1, 1000)),
-        ("trials", "contexts per length and depth", (1, 10**6)),
+        ("trials", "contexts per length and depth, number of hops, …", (1, 10**6)),
         ("probe_seed", "of the questions", (0, 2**63 - 1)),
     ):
         default = getattr(ProbeOptions, name)
@@ -55,6 +56,9 @@ def show(rows: Sequence[ProbeRow]) -> None:
         summary = str(first.get("reason"))
     else:
         summary = " ".join(f"{row.get('accuracy'):.3f}" for row in rows)
+        if first.get("guess") is not None:
+            guesses = " ".join(f"{row.get('guess'):.3f}" for row in rows)
+            summary = f"{summary} (guess rates {guesses})"
     seconds = first.get("seconds", 0.0)
     print(f"{first['probe']} at {first['length']}: {summary}   ({seconds:.1f} s)", flush=True)
 

@@ -30,7 +30,7 @@ from megatron.evaluation.attention_probes import (
 from megatron.evaluation.loaded_run import loaded_run
 from megatron.evaluation.methods import MeasuredAttention
 from megatron.evaluation.options import CheckpointOptions
-from megatron.evaluation.probe_tasks import TASKS, Material
+from megatron.evaluation.probe_tasks import NO_TOKEN, TASKS, Material
 from megatron.files import check_output
 from megatron.folder_lock import owned_file
 from megatron.model import GPT
@@ -38,29 +38,37 @@ from megatron.model.head import tokens_at_once
 from megatron.parallel.grid import device_alone
 from megatron.protocols import first_tokens
 from megatron.results.files import LINES
-from megatron.results.probes import PROBES, ProbeRow, existing_probes, write_probes
+from megatron.results.probes import (
+    GROUPS,
+    PROBES,
+    RULER,
+    ProbeRow,
+    axis_of,
+    existing_probes,
+    write_probes,
+)
 from megatron.results.row import Facts
 from megatron.results.statistics import wilson
 
 SHORTEST = 48  # tokens of a context
 SAMPLED = 200  # distances of a receptive field that a row has
-NUMBERS = ("accuracy", "error", "low", "high", "log_probability", "without")
+NUMBERS = ("guess", "accuracy", "error", "low", "high", "log_probability", "without")
 
 Scores = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(ids [batch, length], at [count], targets [count]) -> what `scored` does."""
+"""(ids [batch, length], at [count], targets [count] or [count, choices]) -> what `scored` does."""
 
 
 @dataclass(frozen=True)
 class ProbeOptions(CheckpointOptions):
     """The wishes of one call of the probes beside its configuration.
 
-    probes: names in PROBES
+    probes: names in PROBES or GROUPS
     depths: places of the context that tasks ask about
-    trials: contexts for each length, task and depth, and windows of text for the other probes
+    trials: contexts for each length, task and place, and windows of text for the other probes
     probe_seed: of the questions
     """
 
-    probes: Sequence[str] = PROBES
+    probes: Sequence[str] = tuple(name for name in PROBES if name not in RULER)
     depths: int = 5
     trials: int = 8
     probe_seed: int = 0
@@ -106,13 +114,17 @@ def probe(
     model.to(device)
     model.use_attention(attention)
     facts = run.facts(attention) | run.facts_of_text("probes", tokens)
+    names: list[str] = []
+    for name in options.probes:
+        names += GROUPS.get(name, (name,))
+
     check_output(output, LINES)
     with owned_file(output, "--output"):
         existing_probes(output)  # before anything is asked
         for length in lengths:
             last = min(len(text) - length, options.trials * length)
             windows = [text[start : start + length + 1] for start in range(0, last, length)]
-            for name in dict.fromkeys(options.probes):
+            for name in dict.fromkeys(names):
                 started = time.perf_counter()
                 if name in TASKS:
                     scores = scores_of(model)
@@ -161,7 +173,7 @@ def asked(
     options: ProbeOptions,
     device: torch.device | str = "cpu",
 ) -> list[Facts]:
-    """One task at one length: the keys of a row for each depth.
+    """One task at one length: the keys of a row for each place.
 
     text: [length or more] held-out tokens, the filler
     If the task or the model refuses this length, every result has the reason. Raises UserError for
@@ -169,36 +181,46 @@ def asked(
     """
     if length < SHORTEST:
         raise UserError(f"--lengths: {length} is too short for {name} - give {SHORTEST} or more")
-    last_depth = max(1, options.depths - 1)
-    depths = [round(number / last_depth, 4) for number in range(options.depths)]
+    task = TASKS[name]
+    last_place = max(1, options.depths - 1)
+    depths = [round(number / last_place, 4) for number in range(options.depths)]
+    places = task.places or depths
     trials, seed = options.trials, options.probe_seed
     text = text.astype(np.int64)
-    # Of each depth and trial: correct, log-probability, and that without the answers: [3, count].
-    answers: list[list[np.ndarray]] = [[] for _ in depths]
+    # Of each place and trial: correct, log-probability, that without the answers, the number of
+    # right tokens and the accuracy of guessing, of each target: [5, count].
+    answers: list[list[np.ndarray]] = [[] for _ in places]
     reason = None
     try:
         for number in range(trials):
             random = np.random.default_rng([seed, length, number])
-            for trial in TASKS[name](Material(random, text, length, depths)):
+            for trial in task.trials(Material(random, text, length, places)):
                 arrays = (trial.ids, trial.at, trial.targets)
                 tensors = [torch.from_numpy(array).to(device) for array in arrays]
                 correct, log_probability = scores(*tensors)  # [2, count] each
-                table = torch.stack([correct[0], *log_probability]).double().cpu().numpy()
+                numbers = torch.stack([correct[0], *log_probability]).double().cpu().numpy()
+                choices = (trial.targets.reshape(len(trial.at), -1) != NO_TOKEN).sum(axis=1)
+                guess = np.broadcast_to(trial.guess, choices.shape)
+                table = np.vstack([numbers, choices, guess])
                 for cell in np.unique(trial.cell):
                     answers[cell].append(table[:, trial.cell == cell])
     except UserError as refusal:
         reason = str(refusal)
 
-    chance = 1 / len(np.unique(text))
+    words = len(np.unique(text))
     results = []
-    for depth, tables in zip(depths, answers, strict=True):
-        result: Facts = {"depth": depth, "trials": trials, "probe_seed": seed, "tokens": 0}
-        result |= {"chance": chance, "reason": reason, **dict.fromkeys(NUMBERS)}
+    for place, tables in zip(places, answers, strict=True):
+        result: Facts = {axis_of(name): place, "trials": trials, "probe_seed": seed, "tokens": 0}
+        if task.form:
+            result["form"] = dict(task.form)
+        result |= {"chance": 1 / words, "reason": reason, **dict.fromkeys(NUMBERS)}
         if reason is None:
-            table = np.stack(tables)  # [trials, 3, count]
-            accuracy, log_probability, without = table.mean(axis=(0, 2)).tolist()
-            result |= {"accuracy": accuracy, "tokens": table[:, 0].size}
+            table = np.stack(tables)  # [trials, 5, count]
+            accuracy, log_probability, without, choices, guess = table.mean(axis=(0, 2)).tolist()
+            result |= {"accuracy": accuracy, "chance": choices / words}
             result |= {"log_probability": log_probability, "without": without}
+            result["guess"] = None if math.isnan(guess) else guess
+            result["tokens"] = table[:, 0].size
             result["low"], result["high"] = wilson(accuracy, trials)
             if trials > 1:
                 spread = table[:, 0].mean(axis=1).std(ddof=1)
@@ -224,16 +246,20 @@ def scores_of(model: GPT) -> Scores:
 
 
 def scored(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether the right token has the highest logit, and its log-probability.
+    """Whether a right token has the highest logit, and the log-probability of the right ones.
 
     logits [batch, count, vocab]
-    targets [count]
+    targets [count], or [count, choices] where any of a line is right and NO_TOKEN is none
     -> (correct, log-probability in nats), [batch, count] each
     Where n tokens share the highest logit, each counts 1 / n. So a model without a preference has
     the accuracy of chance.
     """
-    index = targets.expand(len(logits), -1)[..., None]  # [batch, count, 1]
+    choices = targets.view(len(targets), -1)
+    is_token = choices != NO_TOKEN
+    index = choices.clamp(min=0).expand(len(logits), -1, -1)  # [batch, count, choices]
     best = logits == logits.amax(dim=2, keepdim=True)
-    correct = best.gather(2, index)[..., 0] / best.sum(dim=2)
-    log_probability = logits.float().log_softmax(dim=2).gather(2, index)[..., 0]
-    return correct, log_probability
+    right_ones_of_best = (best.gather(2, index) & is_token).sum(dim=2)
+    correct = right_ones_of_best / best.sum(dim=2)
+    log_probabilities = logits.float().log_softmax(dim=2).gather(2, index)
+    right_ones = log_probabilities.masked_fill(~is_token, -math.inf)
+    return correct, right_ones.logsumexp(dim=2)

@@ -13,9 +13,14 @@ from megatron.results.row import Question, run_of
 from megatron.results.table import Table
 from megatron.strict_json import parse
 
-TASKS = ("passkey", "copy", "recall")
+RETRIEVAL = ("passkey", "copy", "recall")
+RULER = ("multikey", "multikey_dense", "variable_tracking", "common_words", "frequent_words")
+TASKS = (*RETRIEVAL, *RULER)
 PROBES = (*TASKS, "receptive_field", "attention")
-# What the rows of a task at one length differ in. Tasks of earlier versions had other keys.
+GROUPS = {"ruler": RULER}  # several probes by one name
+AXES = {"variable_tracking": "hops", "common_words": "named", "frequent_words": "rank"}
+"""The key in which a task's rows of one length differ, if it is not the depth of the answer."""
+
 PLACES = {
     "depth": "depth (0: start)",
     "hops": "assignments to follow",
@@ -25,7 +30,7 @@ PLACES = {
 
 
 class ProbeRow(Question, total=False):
-    """One probe of one checkpoint at one length and, for tasks, one key of PLACES."""
+    """One probe of one checkpoint at one length and, for tasks, one depth or number of AXES."""
 
     probe: Required[str]
     length: Required[int]  # tokens of the context
@@ -99,6 +104,11 @@ def read_probes(paths: Iterable[str | Path]) -> list[ProbeRow]:
     return rows
 
 
+def axis_of(probe: str) -> str:
+    """The key in which the rows of a task at one length differ."""
+    return AXES.get(probe, "depth")
+
+
 def tables_of_probes(rows: Sequence[ProbeRow]) -> list[Table]:
     """For one model: the token accuracy of each task by place and length, its receptive field, and
     its attention by distance at the longest length. Only what was measured has a table."""
@@ -107,10 +117,10 @@ def tables_of_probes(rows: Sequence[ProbeRow]) -> list[Table]:
         if not row.get("reason"):
             rows_of.setdefault(row["probe"], []).append(row)
     tables = []
-    for task in rows_of:
-        if task in ("receptive_field", "attention"):
+    for task in TASKS:
+        if task not in rows_of:
             continue
-        axis = next((key for key in PLACES if key in rows_of[task][0]), "depth")
+        axis = axis_of(task)
         cells: dict[float, dict[int, str]] = {}
         for row in rows_of[task]:
             guess = row.get("guess")

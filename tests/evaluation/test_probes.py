@@ -17,6 +17,7 @@ from megatron.evaluation.attention_probes import (
 from megatron.evaluation.probe_checkpoint import ProbeOptions, asked, scored, scores_of
 from megatron.evaluation.probe_tasks import TASKS, Material
 from megatron.model import from_config
+from megatron.results.probes import RETRIEVAL, RULER
 from megatron.results.statistics import wilson
 
 WORDS = 600
@@ -26,7 +27,19 @@ QUESTIONS = {
     "passkey": "70db0a3f",
     "copy": "5d297bbf",
     "recall": "557b58f6",
+    "multikey": "56484d41",
+    "multikey_dense": "5a0c6536",
+    "variable_tracking": "0a079423",
+    "common_words": "f518e531",
+    "frequent_words": "cafe2e7a",
 }  # of the seed 4
+GUESSES = {
+    "multikey": [0.25] * 3,
+    "multikey_dense": [0.00787] * 3,
+    "variable_tracking": [0.25] * 5,
+    "common_words": [0.33407, 0.27338, 0.20053, 0.11144],
+    "frequent_words": [0.29598, 0.21021, 0.17871],
+}  # rates that drawing among the candidates had too, in 150 trials
 
 
 def ask(scores, task, length=512, *, text=TEXT):
@@ -57,7 +70,7 @@ def copies(ids, at, targets):
 def test_a_rule_that_knows_the_answer_is_always_right_and_only_by_the_context():
     # Repetitions are found by their length, so the text must have many words.
     words = np.random.default_rng(0).permutation(WORDS)
-    for task in TASKS:
+    for task in RETRIEVAL:
         for result in ask(copies, task, 128, text=words):
             assert result["accuracy"] == 1, result
             assert result["log_probability"] == pytest.approx(0, abs=1e-6)
@@ -67,16 +80,24 @@ def test_a_rule_that_knows_the_answer_is_always_right_and_only_by_the_context():
 
 def test_a_model_without_preferences_has_the_accuracy_of_chance():
     for task in TASKS:
-        for result in ask(no_preference, task):
-            assert result["accuracy"] == pytest.approx(1 / WORDS)
-            assert result["chance"] == pytest.approx(1 / len(np.unique(TEXT)))
-            assert result["log_probability"] == pytest.approx(-np.log(WORDS), rel=1e-6)
+        results = ask(no_preference, task)
+        right = [4, 3, 2, 1] if task == "common_words" else [1] * len(results)
+        words = len(np.unique(TEXT))
+        for result, choices in zip(results, right, strict=True):
+            assert result["accuracy"] == pytest.approx(choices / WORDS)
+            assert result["chance"] == pytest.approx(choices / words)
+            assert result["log_probability"] == pytest.approx(np.log(choices / WORDS), rel=1e-6)
+
+
+def trials(task, seed):
+    material = Material(np.random.default_rng(seed), TEXT, 512, TASKS[task].places or DEPTHS)
+    return list(TASKS[task].trials(material))
 
 
 def digits(task, seed):
     """The contexts and answers of one trial at 512 tokens, as 8 hex digits."""
     digest = hashlib.sha256()
-    for trial in TASKS[task](Material(np.random.default_rng(seed), TEXT, 512, DEPTHS)):
+    for trial in trials(task, seed):
         assert trial.ids.shape == (2, 512)
         for array in (trial.ids, trial.at, trial.targets, trial.cell):
             digest.update(array.astype("<i8").tobytes())
@@ -86,24 +107,32 @@ def digits(task, seed):
 def test_a_seed_asks_the_questions_of_the_rows_that_were_measured_so_far():
     assert {task: digits(task, seed=4) for task in TASKS} == QUESTIONS
     assert all(digits(task, seed=5) != question for task, question in QUESTIONS.items())
+    for task, rates in GUESSES.items():
+        guesses = np.hstack([trial.guess for trial in trials(task, 4)])
+        np.testing.assert_allclose(guesses, rates, atol=1e-5)
 
 
-def test_a_tie_of_the_highest_logits_is_shared():
+def test_any_of_several_right_tokens_counts_and_a_tie_is_shared():
     logits = torch.tensor([[[2.0, 2.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]])
-    correct, log_probability = scored(logits, torch.tensor([1, 1]))
-    assert correct.tolist() == [[0.5, 1.0]]
-    torch.testing.assert_close(log_probability, logits.log_softmax(dim=2)[:, :, 1])
+    targets = torch.tensor([[1, 3], [1, -1]])
+    correct, log_probability = scored(logits, targets)
+    torch.testing.assert_close(correct, torch.tensor([[0.5, 1.0]]))
+    p = logits.softmax(dim=2)[0]
+    expected = torch.stack([p[0, 1] + p[0, 3], p[1, 1]]).log()[None]
+    torch.testing.assert_close(log_probability, expected)
 
 
 def test_what_a_text_cannot_give_is_a_reason():
-    # Four pairs at each of three depths, and each key again with its value.
-    assert ask(no_preference, "recall", 48, text=TEXT % 24)[0]["reason"] is None
-    for result in ask(no_preference, "recall", text=TEXT % 23):
-        assert (result["accuracy"], result["log_probability"]) == (None, None)
-        assert "recall needs 24 different tokens, the text has 23, and" in result["reason"]
-    several = ProbeOptions(depths=5, trials=1)
-    for result in asked(no_preference, "recall", TEXT, 79, several):
-        assert "a length of 80 or more - give another text or longer" in result["reason"]
+    # As docs/evaluation.md says: different tokens, and tokens of the context.
+    needed = dict(zip(RULER, (9, 9, 39, 41, 33), strict=True))
+    for task, count in needed.items():
+        assert ask(no_preference, task, text=TEXT % count)[0]["reason"] is None
+        for result in ask(no_preference, task, text=TEXT % (count - 1)):
+            assert (result["accuracy"], result["guess"]) == (None, None)
+            assert f"needs {count} different tokens, the text has {count - 1}" in result["reason"]
+    for task, length in zip(RULER[2:], (98, 153, 103), strict=True):
+        assert ask(no_preference, task, length)[0]["reason"] is None
+        assert f"a length of {length} or more" in ask(no_preference, task, length - 1)[0]["reason"]
     with pytest.raises(UserError, match=r"--lengths: 16 is too short for copy - give 48 or more"):
         ask(no_preference, "copy", 16)
 

@@ -7,7 +7,7 @@ import pytest
 
 from megatron.checkpoints.read import load_model, read_meta
 from megatron.checkpoints.write import write_checkpoint
-from megatron.results.probes import PROBES, read_probes
+from megatron.results.probes import PROBES, RULER, axis_of, read_probes
 from tests.checkpoints import make_checkpoint
 from tests.support import call
 
@@ -31,7 +31,8 @@ def test_every_probe_has_its_rows_and_a_length_without_an_answer_says_why(folder
     assert done.returncode == 0, done.stderr
     (path,) = (folder / "evaluation").glob("*-probes.jsonl")
     rows = read_probes([path])
-    places = {"receptive_field": 1, "attention": 1}
+    places = {"variable_tracking": 5, "common_words": 4, "frequent_words": 3}
+    places |= {"receptive_field": 1, "attention": 1}
     count = Counter((row["probe"], row["length"]) for row in rows)
     assert count == {(name, length): places.get(name, 2) for name in PROBES for length in LENGTHS}
     for row in rows:
@@ -39,7 +40,7 @@ def test_every_probe_has_its_rows_and_a_length_without_an_answer_says_why(folder
         assert (row["protocol"], row["corpus"], row["part"]) == ("probes", "tiny", "valid")
         if row["length"] == 320:
             assert "learned positions end at 256" in row["reason"]
-            assert row.get("accuracy") is row.get("low") is None
+            assert row.get("accuracy") is row.get("guess") is row.get("low") is None
         elif row["probe"] == "receptive_field":
             assert row["cumulative"][-1] == pytest.approx(1)
         elif row["probe"] == "attention":
@@ -48,17 +49,21 @@ def test_every_probe_has_its_rows_and_a_length_without_an_answer_says_why(folder
             assert row["reason"] is None
             assert 0 <= row["low"] <= row["accuracy"] <= row["high"] <= 1
             assert (row["trials"], row["probe_seed"]) == (2, 0)
-            assert row["depth"] in (0, 1)
-    assert re.search(r"recall at 256: \d\.\d{3} \d\.\d{3} ", done.stdout)
-    assert "copy at 320: pos_emb: learned positions end at 256" in done.stdout
+            assert axis_of(row["probe"]) in row
+            if row["probe"] in RULER:
+                assert 0 < row["guess"] < 0.35
+                assert row["form"]["answers"] in (1, 3, 4)
+    numbers = r"\d\.\d{3} \d\.\d{3}"
+    assert re.search(rf"multikey at 256: {numbers} \(guess rates 0\.250 0\.250\)", done.stdout)
+    assert "frequent_words at 320: pos_emb: learned positions end at 256" in done.stdout
 
 
 def test_probes_of_other_lengths_and_kinds_stay_when_some_are_asked_again(folder, tmp_path):
     output = tmp_path / "a.jsonl"
     words = ("-o", output, "--trials", 1, "--depths", 1)
-    assert probe(folder, *words, "--lengths", 48, 64, "--probes", "copy", "recall").returncode == 0
+    assert probe(folder, *words, "--lengths", 48, 64, "--probes", "copy", "ruler").returncode == 0
     first = read_probes([output])
-    assert [*dict.fromkeys(row["probe"] for row in first)] == ["copy", "recall"]
+    assert [*dict.fromkeys(row["probe"] for row in first)] == ["copy", *RULER]
     again = probe(folder, *words, "--lengths", 64, "--probes", "copy", "--probe_seed", 1)
     assert again.stdout.count(" at ") == 1
     *earlier, renewed = read_probes([output])
