@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoints.read import load_for_evaluation
 from megatron.checkpoints.saved import chosen, keep_weights_only, pointed, remove_checkpoint
 from megatron.cli_errors import print_line
 from megatron.data.tokens import read_card
@@ -17,12 +16,13 @@ from megatron.errors import UserError, visible
 from megatron.evaluation.loaded_run import loaded_run
 from megatron.interop.reference import load_plain
 from megatron.positions import load_file
+from megatron.report.page import model_beside
 from megatron.results.files import read_rows
 from tests.checkpoints import make_checkpoint
 from tests.results.rows import rows
 
 ESCAPE = "\x1b[2J"  # clears a terminal
-FILES = ("checkpoint.json", "config.yml", "model.safetensors")
+READ_BY_PAGES = ("checkpoint.json", "config.yml", "model.safetensors")
 
 
 @pytest.fixture(autouse=True)
@@ -49,30 +49,31 @@ def step(corpus, tmp_path):
     return folder
 
 
-def test_no_pipe_is_waited_for_and_no_device_is_read(step):
-    for name in FILES:
+def test_a_page_waits_for_no_pipe_and_reads_no_device(step):
+    for name in READ_BY_PAGES:
         place = step / name
         content = place.read_bytes() if place.exists() else b""
         place.unlink(missing_ok=True)
         os.mkfifo(place)
         with pytest.raises(UserError):
-            load_for_evaluation(step)
+            model_beside(str(step), [])
         place.unlink()
         place.symlink_to("/dev/zero")
         with pytest.raises(UserError):
-            load_for_evaluation(step)
+            model_beside(str(step), [])
         place.unlink()
         place.write_bytes(content)
 
 
-def test_a_link_to_another_file_shows_nothing_of_it(step, tmp_path):
+def test_a_row_that_names_another_file_shows_nothing_of_it(step, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("token: hunter2\n")
     for name in ("config.yml", "model.safetensors"):
         (step / name).unlink()
         (step / name).symlink_to(secret)
+    assert model_beside(str(secret), []) is None
     with pytest.raises(UserError) as refusal:
-        load_for_evaluation(step)
+        model_beside(str(step), [])
     assert "hunter2" not in str(refusal.value)
 
 

@@ -1,6 +1,7 @@
 """Write results as one HTML page that needs no network, and its figures as files.
 
 python tools/report.py RESULTS.jsonl … [PROBES.jsonl …] -o report.html [--plots FOLDER]
+python tools/report.py RESULTS.jsonl … --from my_encoding.py      draws an encoding of your own too
 """
 
 import logging
@@ -9,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.cli_errors import command_parser, guarded
+from megatron.errors import UserError
+from megatron.positions import load_file
 from megatron.report.page import check_page, page_of, write_page
 
 
@@ -23,14 +26,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--plots", type=Path, metavar="FOLDER", help=plots)
     against = "reference of the comparisons; default: the lowest at the longest length"
     add("--against", metavar="NAME", help=against)
+    file = "a Python file of yours that registers encodings of these checkpoints"
+    add("--from", dest="files", type="path", action="append", default=[], metavar="FILE", help=file)
     add("--title", default="Results beyond the training length")
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.ERROR)
     check_page(options.output)
+    for file in options.files:
+        load_file(file)
     page = page_of(options.results, against=options.against)
     write_page(page, options.output, title=options.title, plots=options.plots)
     counts = f"{len(page.rows)} rows, {len(page.probes)} of probes, {len(page.figures)} figures"
     print(f"{options.output}: {counts}")
+    if page.faults:
+        raise UserError("\n".join(["encodings that are not drawn:", *page.faults]))
     return 0
 
 

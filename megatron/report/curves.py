@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from io import BytesIO
 from itertools import product
@@ -23,6 +23,7 @@ from matplotlib.transforms import ScaledTranslation
 from megatron.errors import UserError
 from megatron.files import write_output
 from megatron.results.files import PICTURES
+from megatron.results.gain import gains_of
 from megatron.results.labels import kinds, runs, sections
 from megatron.results.row import TASK, Row, trained_length
 from megatron.results.statistics import half_octaves
@@ -50,6 +51,10 @@ NEAR = "Only the curves that stay below twice the highest value of the best one.
 OVER_SEEDS = (
     "Each curve is a mean over seeds. A band is one standard deviation over seeds to either side;"
     " one seed has no band."
+)
+GAINS = (
+    "Percentage of targets whose loss falls (above) or rises (below) by more than so many nats from"
+    " the shortest to the longest window."
 )
 BY_POSITION = (
     "Loss by position in the longest windows, minus the mean loss of the encoding in the title:"
@@ -98,10 +103,11 @@ Groups = Mapping[str, Sequence[Row]]  # the rows of each curve, by its label
 
 
 class Panel(NamedTuple):
-    """Curves in one pair of axes, and the rows of each: both by label."""
+    """Curves in one pair of axes: all rows by label, which give looks, and curves by label."""
 
     groups: Groups
     curves: Mapping[str, np.ndarray]
+    axis: str
 
 
 def curve(points: Iterable[tuple[float, float | None]]) -> np.ndarray:
@@ -154,39 +160,62 @@ def plot_results(
     write(figure, path)
 
 
-def draw_perplexity(*texts: Groups, title: str = "", caption: str = "") -> Figure:
-    """Curves of perplexity by length, in a panel for each text."""
+def draw_perplexity(*texts: Groups, without: Collection[str] = (), title: str = "") -> Figure:
+    """Curves of perplexity by length, in a panel for each text.
+
+    without: labels of curves to leave out; the others keep their looks
+    """
     panels = []
     for groups in texts:
         curves = {}
-        for label, rows in groups.items():
-            curves[label] = curve((row["length"], row["perplexity"]) for row in rows)
-        panels.append(Panel(groups, curves))
-    return _draw(panels, "evaluation length (tokens)", "perplexity", title, caption)
+        for label in groups.keys() - without:
+            curves[label] = curve((row["length"], row["perplexity"]) for row in groups[label])
+        panels.append(Panel(groups, curves, "evaluation length (tokens)"))
+    return _draw(panels, "perplexity", title, NEAR if without else "")
 
 
-def draw_by_position(groups: Groups, minus: str, reference: Sequence[Row]) -> Figure:
-    """Curves of the loss by position.
-
-    minus, reference: the label and the rows whose mean loss is subtracted
-    """
-    places, losses, _ = losses_by_position(reference)
+def draw_by_position(groups: Groups, minus: str, without: Collection[str] = ()) -> Figure:
+    """Curves of the loss by position; minus: the label whose mean loss is subtracted."""
+    places, losses, _ = losses_by_position(groups[minus])
     curves = {}
-    for label, rows in groups.items():
-        points = losses_by_position(rows)
+    for label in groups.keys() - without:
+        points = losses_by_position(groups[label])
         _, common, subtracted = np.intersect1d(points[0], places, return_indices=True)
         curves[label] = points[:, common]
         curves[label][1] -= losses[subtracted]
-    panel, title = Panel(groups, curves), f"Loss minus that of {minus}"
+    panel = Panel(groups, curves, "position (tokens)")
     quantity = "difference in loss (nats per token)"
-    return _draw([panel], "position (tokens)", quantity, title, BY_POSITION)
+    return _draw([panel], quantity, f"Loss minus that of {minus}", BY_POSITION)
+
+
+def draw_gains(groups: Groups) -> Figure:
+    """Percentages of targets that gain, and that lose, more than so many nats by far context."""
+    steps = [2.0 ** (half / 2) for half in range(-10, 7)]
+    panels = []
+    for sign, axis in ((1, "gain of more than (nats)"), (-1, "loss of more than (nats)")):
+        curves = {}
+        for label, rows in groups.items():
+            points = []
+            for members in runs(rows).values():
+                for gain in gains_of(members)[-1:]:
+                    shares = [100 * float((sign * gain.gains > least).mean()) for least in steps]
+                    points += [point for point in zip(steps, shares, strict=True) if point[1]]
+            curves[label] = curve(points)
+        panels.append(Panel(groups, curves, axis))
+    title = "Targets that far context helps, and harms"
+    return _draw(panels, "targets (%)", title, GAINS, by_length=False)
 
 
 @matplotlib.rc_context(fname=STABLE)
-def _draw(panels: Sequence[Panel], axis: str, quantity: str, title: str, caption: str) -> Figure:
+def _draw(
+    panels: Sequence[Panel], quantity: str, title: str, caption: str, *, by_length: bool = True
+) -> Figure:
     """Means over seeds, bands of one standard deviation, and legends with the last values.
 
-    axis, quantity: what the level and the upright axes show
+    A legend ends with the labels that have no curve.
+
+    quantity: what the upright axes show
+    by_length: places are tokens, so that the training length is one of them
 
     Width and text sizes are the same in every figure. The height grows with the legends.
     """
@@ -200,29 +229,36 @@ def _draw(panels: Sequence[Panel], axis: str, quantity: str, title: str, caption
         lowest, highest = means.min(initial=math.inf), means.max(initial=0)
         logarithmic = highest > WIDE * lowest > 0
         encodings = [rows[0]["pos_emb"] for rows in panel.groups.values()]
-        handles: list[tuple[float, Line2D]] = []  # with the last values, which order them
+        empty, above = [], []
         for label, look in zip(panel.groups, looks(encodings), strict=True):
+            if label not in panel.curves:
+                above.append(label)
+                continue
             at, mean, std = panel.curves[label]
-            last = mean[-1] if at.size else -math.inf
-            words = f"{label}: {cell(last) if at.size else 'n/a'}"
-            if at.size and at[-1] < places.max():
-                words = f"{words} at {at[-1]:g}"
-            every = max(1, len(at) // MARKERS_OF_A_CURVE)
-            text = textwrap.fill(words, LETTERS)
             # An empty line that is not clipped lies at the corner; the axes would shrink for it.
-            clipped = not at.size
-            (line,) = axes.plot(at, mean, markevery=every, clip_on=clipped, label=text, **look)
-            handles.append((last, line))
+            if not at.size:
+                empty.append(label)
+                continue
+            label = f"{label}: {cell(mean[-1])}"
+            if at[-1] < places.max():
+                label = f"{label} at {at[-1]:g}"
+            every = max(1, len(at) // MARKERS_OF_A_CURVE)
+            text = textwrap.fill(label, LETTERS)
+            axes.plot(at, mean, markevery=every, clip_on=False, label=text, **look)
             low = mean - std
             if logarithmic:  # there is no place for a band that goes below zero
                 low = np.maximum(low, 0.01 * mean)
             axes.fill_between(at, low, mean + std, color=look["color"], alpha=0.2, linewidth=0)
-        handles.sort(key=lambda pair: -pair[0])
+        handles = sorted(axes.lines, key=lambda line: -line.get_ydata()[-1])
+        for words, labels in (("too far above to be drawn", above), ("without a number", empty)):
+            if labels:
+                text = textwrap.fill(f"{words}: {'; '.join(labels)}", LETTERS)
+                handles.append(Line2D([], [], linestyle="none", label=text))
 
         rows = [row for group in panel.groups.values() for row in group]
-        axes.set(xlabel=axis, ylabel=quantity)
+        axes.set(xlabel=panel.axis, ylabel=quantity)
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:.0f}")
+        axes.xaxis.set_major_formatter("{x:.0f}" if by_length else "{x:g}")
         if logarithmic:
             axes.set(ylabel=f"{quantity}, log scale", yscale="log")
             few_powers = highest < 100 * lowest  # then 2 and 5 help the eye
@@ -231,16 +267,16 @@ def _draw(panels: Sequence[Panel], axis: str, quantity: str, title: str, caption
         axes.minorticks_off()
         axes.grid(axis="y", color="#E3E3E3", linewidth=0.8)
         axes.set_axisbelow(True)
-        trained = sorted({trained_length(row) or 0 for row in rows} - {0})
+        trained = sorted({trained_length(row) or 0 for row in rows if by_length} - {0})
         if trained:
             lengths = ", ".join(map(str, trained))
-            axes.set_xlabel(f"{axis}; dashed: training length {lengths}")
+            axes.set_xlabel(f"{panel.axis}; dashed: training length {lengths}")
         for length in trained:
             axes.axvline(length, color=GREY, linestyle=(0, (4, 3)), linewidth=1, zorder=1)
         axes.set_title(textwrap.fill(setting(rows), LETTERS_OF_A_SETTING), fontsize=8, color=GREY)
-        lines = "\n".join(str(line.get_label()) for _, line in handles).splitlines()
+        lines = "\n".join(str(handle.get_label()) for handle in handles).splitlines()
         axes.legend(
-            handles=[line for _, line in handles],
+            handles=handles,
             title=f"{quantity} at the right end",
             alignment="left",
             fontsize=9,
@@ -279,6 +315,7 @@ def draw_accuracy(texts: Mapping[str, Groups], title: str = "") -> Figure:
             rows = [row for group in groups.values() for row in group]
             lengths = sorted({row["length"] for row in rows})
             means = np.full((len(labels), len(lengths)), np.nan)
+            lines = {label: [] for label in labels}  # as they are spoken
             for (line, label), (column, length) in product(enumerate(labels), enumerate(lengths)):
                 measured = [row for row in groups.get(label, ()) if row["length"] == length]
                 counts.add(len(measured))
@@ -287,9 +324,11 @@ def draw_accuracy(texts: Mapping[str, Groups], title: str = "") -> Figure:
                 words = "n/a" if measured else ""
                 if mean is not None:
                     words = f"{mean:.0f}" if std is None else f"{mean:.0f}±{std:.0f}"
+                lines[label].append(f"{words or '-'} at {length}")
                 text = axes.text(column + 0.5, line + 0.5, words, ha="center", va="center_baseline")
                 text.set(color="white" if (mean or 0) > DARK else "black", in_layout=False)
             axes.pcolormesh(means, cmap=SHADES, vmin=0, vmax=100, edgecolors="white")
+            axes.set_label("; ".join(f"{label}: {', '.join(lines[label])}" for label in labels))
             axes.patch.set(hatch="/////", edgecolor="#D0D0D0")  # shows where cells are empty
             axes.invert_yaxis()
             axes.set_xticks(np.arange(len(lengths)) + 0.5, starred(rows, lengths))

@@ -3,6 +3,7 @@
 import io
 import itertools
 import math
+import os
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,18 +13,22 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from megatron.checkpoints.manifest import RECORD, read_record
+from megatron.checkpoints.read import load_model, read_meta
 from megatron.errors import UserError
 from megatron.files import check_output, write_output
+from megatron.model import GPT
 from megatron.protocols import description
 from megatron.report.curves import (
-    NEAR,
     curve,
     draw_accuracy,
     draw_by_position,
+    draw_gains,
     draw_perplexity,
     style,
     write,
 )
+from megatron.report.encoding_figures import NO_PICTURE, figures_of_model
 from megatron.results.comparison import compared
 from megatron.results.comparison_table import how_made, tables_of, two_by_two
 from megatron.results.files import PICTURES, read_rows
@@ -33,18 +38,22 @@ from megatron.results.probes import ProbeRow, is_of_probes, read_probes, tables_
 from megatron.results.row import (
     COLUMNS,
     LABELS,
+    SETTING,
     SHOWN_IF_SET,
     TASK,
+    VARIANT,
     Row,
     plain,
     run_of,
     seed_in_words,
     shown_fact,
     text_of,
+    with_facts,
 )
 from megatron.results.table import BITS, Table, by_length, quantities_of, table_of_text, with_bits
 
 MARK = b'name="generator" content="megatron/report"'  # of page.html
+NOT_FOUND = "not found from here, so its encoding is not drawn"
 
 
 @dataclass
@@ -69,18 +78,21 @@ class PageSection:
 
 @dataclass
 class Page:
-    """The contents of page.html: sections by text and protocol, probes, models, and gaps.
+    """The contents of page.html: sections by text and protocol, probes, kernels, and gaps.
 
     probed: tables of each probed model, by its label
-    gaps: what is missing, and its cause
+    kernels: figures by the names of their files
+    gaps: what is missing, and its cause; faults: checkpoints that could not be read, and why
     """
 
     rows: Sequence[Row]
     probes: Sequence[ProbeRow]
     sections: list[PageSection] = field(default_factory=list)
     probed: dict[str, list[Table]] = field(default_factory=dict)
+    kernels: dict[str, Figure] = field(default_factory=dict)
     models: Table | None = None
     gaps: list[tuple[str, str]] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
 
     @property
     def figures(self) -> dict[str, Figure]:
@@ -88,7 +100,7 @@ class Page:
         figures = {}
         for section in self.sections:
             figures |= section.figures
-        return figures
+        return figures | self.kernels
 
     def html(self, title: str) -> str:
         svgs = {}
@@ -106,17 +118,23 @@ class Page:
 
 
 def page_of(paths: Sequence[Path], *, against: str | None = None) -> Page:
-    """The page of some files of results and probes."""
+    """The page of some files of results and probes, with the encodings of their checkpoints."""
     results = [path for path in paths if not is_of_probes(path)]
     rows = read_rows(results)
     probes = read_probes([path for path in paths if path not in results])
-    return page_of_rows(rows, probes, against)
+    return page_of_rows(rows, probes, paths, against)
 
 
 def page_of_rows(
-    rows: Sequence[Row], probes: Sequence[ProbeRow] = (), against: str | None = None
+    rows: Sequence[Row],
+    probes: Sequence[ProbeRow] = (),
+    files: Sequence[Path] = (),
+    against: str | None = None,
 ) -> Page:
-    """The page of some rows. Raises UserError if `against` means no encoding, or several."""
+    """The page of some rows; files: where they stand, beside which checkpoints may lie.
+
+    Raises UserError if `against` means no encoding, or several.
+    """
     page = Page(rows, probes)
     if against is not None:
         select(against, kinds(rows))
@@ -139,6 +157,32 @@ def page_of_rows(
                 page.gaps.append((f"{row['probe']} of {label} at {row['length']}", reason))
 
     every_row = [*rows, *probes]
+    not_of_model = dict.fromkeys((*SETTING, *VARIANT))
+    models = kinds([with_facts(row, not_of_model) for row in every_row])
+    tried: set[str] = set()
+    for number, (label, members) in enumerate(models.items(), 1):
+        row_of = {row["checkpoint"]: row for row in members if row.get("checkpoint")}
+        # Rows of a sweep and probes of the same checkpoint are two kinds.
+        if tried & row_of.keys():
+            continue
+        for checkpoint, row in row_of.items():
+            tried.add(checkpoint)
+            try:
+                model = model_beside(checkpoint, files, row["config_hash"])
+            except ValueError as fault:
+                page.gaps.append((checkpoint, str(fault)))
+                page.faults.append(str(fault))
+                continue
+            if model is None:
+                page.gaps.append((checkpoint, NOT_FOUND))
+                continue
+            title = f"{label}{seed_in_words(row)}"
+            figures = figures_of_model(model, title)
+            page.kernels |= {f"{number}-{name}": figure for name, figure in figures.items()}
+            if len(figures) < len(model.placed):
+                page.gaps.append((f"an encoding of {title}", NO_PICTURE))
+            break  # of each model, the first checkpoint that can be read
+
     keys = ["checkpoint"]
     for key in COLUMNS:
         if key not in SHOWN_IF_SET or any(key in row for row in every_row):
@@ -176,18 +220,18 @@ def _add_text(page: Page, heading: str, members: Sequence[Row], against: str | N
     highest = {}
     for label, group in groups.items():
         highest[label] = max(filter(None, (row["perplexity"] for row in group)), default=math.inf)
-    far = {label for label in groups if highest[label] >= 2 * min(highest.values())}
-    near = {label: group for label, group in groups.items() if label not in far}
+    far = [label for label in groups if highest[label] >= 2 * min(highest.values())]
     figures = {}
     if is_task:
         figures["accuracy"] = draw_accuracy({heading: groups})
     elif len({row["length"] for row in rows}) > 1:
         figures["perplexity"] = draw_perplexity(groups)
-        if far and len(near) >= 2:
-            figures["perplexity-near"] = draw_perplexity(near, caption=NEAR)
+        if far and len(groups) >= len(far) + 2:
+            figures["perplexity-near"] = draw_perplexity(groups, without=far)
     if reference and any(row.get("position_losses") for row in rows):
-        figures["position"] = draw_by_position(near, reference, groups[reference])
+        figures["position"] = draw_by_position(groups, reference, far)
     if gains:
+        figures["gain"] = draw_gains(groups_of_members)
         for label, group in groups_of_members.items():
             first_run, *_ = runs(group).values()
             for gain in gains_of(first_run)[-1:]:
@@ -227,6 +271,27 @@ def reference_of(groups: Mapping[str, Sequence[Row]], against: str | None) -> st
         for length, mean, _ in by_length.T[-1:]:
             candidates.append((-len(seeds), -length, mean, label))
     return min(candidates)[-1] if candidates else None
+
+
+def model_beside(name: str, files: Sequence[Path], config_hash: str | None = None) -> GPT | None:
+    """The model of a checkpoint that rows name, or None if it is not found.
+
+    files: results files that name it; config_hash: the one of these rows
+
+    It is where its row says, or beside the results. There lie checkpoints of other models with the
+    same step, so the hash of the configuration must be equal. Raises ValueError if it, or the
+    record of one that may be it, cannot be read.
+    """
+    path = Path(name)
+    places = [path]
+    for file in files:
+        places += [file.parent.parent / path.name, file.parent / Path(*path.parts[-2:])]
+    for place in places:
+        if not os.path.exists(place / RECORD):  # Path's method raises for a name that is too long
+            continue
+        if config_hash in (None, read_record(place)["config_hash"]):
+            return load_model(place, *read_meta(place))
+    return None
 
 
 # --- Files ---

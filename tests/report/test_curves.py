@@ -28,7 +28,6 @@ ROWS = [
     *rows("mep_free", {512: 12.3, 1024: 12.1, 2048: 12.0}),
     *rows("rotary", {512: 12.4, 1024: 80.0, 2048: 900.0}),
     *rows("learned", {512: 13.0, 1024: None, 2048: None}),
-    *rows("fire", {512: None}),
 ]
 
 
@@ -41,7 +40,7 @@ def words(path):
 def test_the_picture_names_curves_with_their_last_values_lengths_and_training_length(tmp_path):
     plot_results(ROWS, tmp_path / "curves.svg", title="Perplexity of three")
     shown = words(tmp_path / "curves.svg")
-    labels = ["rotary: 900.0", "learned: 13.00 at 512", "mep_free: 12.00", "fire: n/a"]
+    labels = ["rotary: 900.0", "learned: 13.00 at 512", "mep_free: 12.00"]
     assert [text for text in shown if text in labels] == labels
     assert {"Perplexity of three", "512", "1024", "2048", "perplexity, log scale"} <= {*shown}
     assert "evaluation length (tokens); dashed: training length 512" in shown
@@ -83,8 +82,7 @@ def test_a_pass_by_position_is_drawn_as_the_difference_from_an_encoding(tmp_path
     row = ROWS[0] | {"position_edges": [0, 1, 256, 512], "position_losses": [0.0, 3.0, 2.0]}
     other = row | {"window": 256, "position_losses": [0.0, 3.0, 2.5]}
     reference = "mep_free, window none"
-    figure = draw_by_position(runs([row, other]), reference, [row])
-    write(figure, tmp_path / "two.svg")
+    write(draw_by_position(runs([row, other]), reference), tmp_path / "two.svg")
     shown = words(tmp_path / "two.svg")
     assert {f"{reference}: 0.00", "mep_free, window 256: 0.50"} <= {*shown}
     assert {f"Loss minus that of {reference}", "difference in loss (nats per token)"} <= {*shown}

@@ -7,10 +7,12 @@ from html import unescape
 import pytest
 
 from megatron.errors import UserError
-from megatron.report.page import page_of_rows, reference_of
+from megatron.positions import FILES, REGISTRY
+from megatron.report.page import NOT_FOUND, model_beside, page_of_rows, reference_of
 from megatron.results.comparison import compared
 from megatron.results.files import read_rows
 from megatron.results.labels import kinds
+from tests.checkpoints import checkpoint_of_bytes
 from tests.results.rows import answers, rows, seeds_of
 from tests.support import ROOT
 
@@ -68,6 +70,7 @@ def test_the_table_has_means_over_seeds_and_what_is_missing_is_named_once_for_ea
     assert lines["learned"] == ["1", "13.50", "n/a"]
     missing = page[page.index("<h2>What is missing") :]
     assert "stdlib valid: equal_tokens, learned at 1024: learned positions end at 512" in missing
+    assert f"2 times: runs/a/global_step2000; runs/b/global_step2000: {NOT_FOUND}" in missing
     assert "No rows of tools/probe.py were given" in page
     models = next(table for table in tables_of(page) if table[0][0] == "checkpoint")
     assert any("kernels [exp, <b>&]" in line for line in models)
@@ -118,13 +121,13 @@ def test_encodings_are_compared_on_the_same_text_or_the_page_says_why_not():
     assert "mep: no losses by window" in apart
 
 
-def test_tasks_come_first_as_heatmaps_that_have_tables():
+def test_tasks_come_first_as_heatmaps_that_are_spoken_and_have_tables():
     tasks = answers("rotary", {512: (1.0, 1.0), 1024: (0.5, 0.0)}, seed=1)
     tasks += answers("rotary", {512: (1.0, 1.0), 1024: (0.4, 0.0)}, seed=2)
     tasks += answers("learned", {512: 0.97, 1024: None}, reason="it ends")
     page = page_of_rows([*MEASURED[:2], *tasks])
     shown = page.html("t")
-    assert 'aria-label="copy"' in shown
+    assert 'aria-label="copy; rotary: 100±0 at 512, 45±7 at 1024; learned: 97 at' in shown
     headings = re.findall("<h2>(.*?)</h2>", shown)
     assert headings[:3] == ["Tasks", "stdlib valid: equal_tokens", "task:copy"]
     assert [*page.figures] == ["perplexity", "2-accuracy"]
@@ -153,6 +156,9 @@ def test_the_text_of_a_section_is_coloured_by_what_far_context_gains():
     assert '<span class="lose2" title="-1.50">y</span></p>' in shown
     table = next(table for table in tables_of(shown) if "mean gain" in table[0])
     assert table[1][:3] == ["mep", "64 to 512", "4"]
+    gain, lose = page.figures["gain"].axes
+    assert dict(zip(*gain.lines[0].get_data(), strict=True))[1.0] == 25  # percent gain more than 1
+    assert max(gain.lines[0].get_xdata()) < 1.5 <= max(lose.lines[0].get_xdata()) * 2**0.5
 
 
 def test_the_page_says_nothing_of_seeds_and_hatches_where_there_are_none():
@@ -198,6 +204,8 @@ def test_probes_of_each_model_have_tables():
 def test_curves_that_stay_low_are_drawn_once_more():
     page = page_of_rows([*MEASURED, *rows("rotary", {512: 11.0, 1024: 10.0})])
     near = page.figures["perplexity-near"].axes[0]
+    *_, last = near.get_legend().get_texts()
+    assert last.get_text() == "too far above to be drawn: mep"
     labels = {line.get_label().split(":")[0] for line in near.lines}
     assert {"alibi", "rotary"} <= labels
     assert "mep" not in labels
@@ -225,3 +233,52 @@ def test_the_page_of_the_results_at_hand_compares_as_compare_does():
         page_of_rows(published, against="alibi")
     equal = kinds([row for row in published if row["protocol"] == "equal_tokens"])
     assert reference_of(equal, None) == "mep_free, window none", "the lowest with three seeds"
+
+
+# --- Encodings of checkpoints ---
+
+SMALL = ("num_layers=1", "hidden_size=16", "num_attention_heads=2", "seq_length=16")
+
+
+def test_beside_the_results_each_model_finds_its_own_checkpoint(tmp_path):
+    hashes, files = {}, []
+    for name in ("alibi", "rotary", "none"):
+        _, hashes[name] = checkpoint_of_bytes(tmp_path / "runs" / name, *SMALL, f"pos_emb={name}")
+        files.append(tmp_path / "runs" / name / "evaluation/results.jsonl")
+    for name in ("alibi", "rotary"):
+        model = model_beside(f"elsewhere/{name}/global_step10", files[:2], hashes[name])
+        assert type(model.position) is REGISTRY[name]
+    assert model_beside("elsewhere/none/global_step10", files[:2], hashes["none"]) is None
+    place = {"checkpoint": "elsewhere/alibi/global_step10", "config_hash": hashes["alibi"]}
+    page = page_of_rows(rows("alibi", {512: 9.0}, **place), files=files)
+    assert [*page.kernels] == ["1-encoding"]
+    shown = page.html("t")
+    assert 'aria-label="alibi, seed 1234' in shown
+    assert "kernel exp(bias)" in shown
+    # Of a sweep's rows and of the probes, it is one checkpoint; an imported model has no seed.
+    (row,) = rows("alibi", {512: 9.0}, **place, sweep="s", origin="LlamaForCausalLM")
+    probe = row | {"probe": "copy", "length": 9, "reason": "it ends", "sweep": None}
+    page = page_of_rows([row], [probe], files)
+    assert [*page.kernels] == ["1-encoding"]
+    assert "seed 1234" not in page.html("t")
+
+
+def test_an_encoding_without_a_picture_is_a_gap(tmp_path):
+    path, config_hash = checkpoint_of_bytes(tmp_path, *SMALL, "pos_emb=fox")
+    page = page_of_rows(rows("fox", {512: 9.0}, checkpoint=str(path), config_hash=config_hash))
+    ((place, cause),) = page.gaps
+    assert place == "an encoding of fox, seed 1234"
+    assert "depends on distance" in cause
+
+
+def test_the_code_of_a_checkpoint_is_not_run_for_its_picture(tmp_path, own_registry):
+    code = "from megatron.positions import Position, register\n\n\n@register('mine')\n"
+    (tmp_path / "mine.py").write_text(f"{code}class Mine(Position):\n    pass\n")
+    words = [f"pos_emb_file={tmp_path}/mine.py", "pos_emb=mine"]
+    path, config_hash = checkpoint_of_bytes(tmp_path, *SMALL, *words)
+    FILES.clear()
+    del REGISTRY["mine"]
+    measured = rows("mine", {512: 9.0}, checkpoint=str(path), config_hash=config_hash)
+    ((_, cause),) = page_of_rows(measured).gaps
+    assert "is not run unasked" in cause
+    assert "mine" not in REGISTRY

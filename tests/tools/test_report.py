@@ -1,5 +1,6 @@
 """tools/report.py: from results files to a page and pictures, and the page in a browser."""
 
+import contextlib
 import html
 import json
 import re
@@ -9,6 +10,7 @@ import subprocess
 import pytest
 
 from megatron.results.files import write_results
+from tests.checkpoints import checkpoint_of_bytes
 from tests.results.rows import answers, rows
 from tests.support import ROOT
 from tools.report import main
@@ -47,7 +49,9 @@ def page(tmp_path_factory):
     write_results(folder / "task.jsonl", answers("alibi", {512: 1.0, 1024: 0.25}))
     words = [str(folder / "a.jsonl"), str(ROOT / "docs/demo.jsonl"), str(folder / "task.jsonl")]
     words += ["-o", str(folder / "report.html"), "--plots", str(folder / "plots")]
-    assert main([*words, "--title", "Two <texts>"]) == 0
+    # Not where `make demo` has left the checkpoints of its rows, whose encodings would be drawn.
+    with contextlib.chdir(folder):
+        assert main([*words, "--title", "Two <texts>"]) == 0
     return folder / "report.html"
 
 
@@ -55,13 +59,27 @@ def test_the_command_writes_a_page_and_its_figures(page):
     text = html.unescape(page.read_text(encoding="utf-8"))
     headings = re.findall(r"<h[12]>(.*?)</h[12]>", text)
     assert headings[:3] == ["Two <texts>", "Tasks", "stdlib valid: equal_tokens"]
-    assert headings[4:] == ["task:copy", "Probes", "Models", "What is missing"]
+    assert headings[4:] == ["task:copy", "Probes", "Kernels", "Models", "What is missing"]
     starts = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
     pictures = list((page.parent / "plots").iterdir())
     names = ("perplexity", "2-perplexity", "3-accuracy")
     expected = {f"{name}{suffix}" for name in names for suffix in starts}
     assert {path.name for path in pictures} == expected
     assert all(path.read_bytes().startswith(starts[path.suffix]) for path in pictures)
+
+
+def test_a_damaged_checkpoint_is_on_the_terminal_and_in_the_exit_status(tmp_path, capsys):
+    sizes = ["num_layers=1", "hidden_size=16", "num_attention_heads=2", "seq_length=16"]
+    checkpoint, config_hash = checkpoint_of_bytes(tmp_path / "run", *sizes)
+    facts = {"checkpoint": str(checkpoint), "config_hash": config_hash}
+    write_results(tmp_path / "a.jsonl", rows("rotary", {512: 10.0}, **facts))
+    words = [str(tmp_path / "a.jsonl"), "-o", str(tmp_path / "page.html")]
+    assert main(words) == 0
+    for name in ("model.safetensors", "checkpoint.json"):
+        file = checkpoint / name
+        file.write_bytes(file.read_bytes()[:100])
+        assert main(words) == 1
+        assert f"encodings that are not drawn:\n{file}: " in capsys.readouterr().err
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome on the path")
