@@ -5,8 +5,11 @@ python prepare_data.py openwebtext2
 python prepare_data.py arxiv --from-dir downloads
 python prepare_data.py hf:HuggingFaceFW/fineweb-edu --config sample-10BT --documents 100000
 python prepare_data.py --input texts more.jsonl.zst --name mytext --vocab-size 8192
+python prepare_data.py --input texts --name mytext --vocab-file tokenizer.json --part 1/4
+python prepare_data.py task:copy --documents 1000
 
-A task needs no preparation (docs/tasks.md).
+A task needs no preparation (docs/tasks.md). The last command writes problems to read them or to use
+them elsewhere: DIR/copy/copy.jsonl.
 """
 
 import argparse
@@ -25,20 +28,26 @@ from megatron.data.readers import MB, READERS, Corpus, Files, Limits
 from megatron.data.tokenizers.build import KINDS
 from megatron.data.tokens import verify
 from megatron.errors import UserError
+from megatron.files import write_output
 from megatron.parallel.machine import total_memory
-from megatron.splits import TASK_PREFIX
+from megatron.splits import PARTS, TASK_PREFIX
+from megatron.strict_yaml import parse
 
 HUB = "hf:"  # before the name of a data set
 OF_HUB = ("split", "config", "revision")
+OF_TASK = ("length", "task_args")
 OF_TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "vocab_size")
 # Options that mean nothing for a kind of corpus.
 NOT_FOR = {
-    "--input": ("from_dir", "documents", *OF_HUB),
-    "a data set of the hub": ("from_dir",),
-    "a corpus that is known by name": ("name", "text_key", *OF_HUB),
+    "--input": ("from_dir", "documents", *OF_HUB, *OF_TASK),
+    "a data set of the hub": ("from_dir", "part", *OF_TASK),
+    "a corpus that is known by name": ("name", "text_key", *OF_HUB, *OF_TASK),
+    "a task": ("from_dir", "part", "text_key", "config", "revision", *OF_TOKENIZER),
 }
+LENGTH = 64  # tokens
+MARK = b'"question": '  # in every file of problems
 ENCODER = 25_000_000  # bytes of a process that encodes, at least
-POSITIVE = ("workers", "documents", "max_document_mb", "max_unpack_ratio")
+POSITIVE = ("workers", "documents", "length", "max_document_mb", "max_unpack_ratio")
 
 
 @guarded
@@ -80,7 +89,21 @@ def run(words: Sequence[str]) -> str:
         # The library reads this when it starts its threads, at first use.
         os.environ["RAYON_NUM_THREADS"] = str(workers)
     kind = _kind(options)
+    if kind == "a task":
+        return _write_problems(options)
+    part = re.fullmatch(r"(\d{1,6})/(\d{1,6})", options.part or "1/1")
+    number, parts = map(int, part.groups()) if part else (0, 0)
+    if not 1 <= number <= parts:
+        raise UserError(
+            f"--part: {options.part!r} is no part - write --part 2/4 for the second of four"
+        )
+    if options.part and options.documents:
+        raise UserError("--part: is of all documents - leave --documents out")
     corpus = _corpus(options, kind)
+    if options.part and not isinstance(corpus, Files):
+        raise UserError(f"--part: {corpus.name} has no files to divide - leave it out")
+    corpus.part = (number, parts)
+
     is_chosen = any(getattr(options, name) for name in OF_TOKENIZER)
     if options.corpus and options.corpus not in MADE_HERE and not is_chosen:
         options.vocab_file, options.merge_file = gpt2_files(options.data_dir, options.from_dir)
@@ -91,6 +114,11 @@ def run(words: Sequence[str]) -> str:
         options.merge_file,
         options.vocab_size or TokenizerChoice.vocab_size,
     )
+    if options.part and choice.trained:
+        raise UserError(
+            "--part: each part would train another tokenizer - train one before, with"
+            " tools/train_tokenizer.py, and give it as --vocab-file"
+        )
     if options.vocab_size and not choice.trained:
         raise UserError(
             f"--vocab-size: is for a tokenizer that is trained here, {choice.kind} has its own "
@@ -129,9 +157,7 @@ def _kind(options: argparse.Namespace) -> str:
     elif options.corpus.startswith(HUB):
         kind = "a data set of the hub"
     elif options.corpus.startswith(TASK_PREFIX):
-        raise UserError(
-            f"{options.corpus}: needs no preparation - give data_path={options.corpus} to train.py"
-        )
+        kind = "a task"
     for name in NOT_FOR[kind]:
         if getattr(options, name) is not None:
             raise UserError(f"{_spelled(name)}: is not for {kind} - leave it out")
@@ -140,6 +166,30 @@ def _kind(options: argparse.Namespace) -> str:
 
 def _spelled(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def _write_problems(options: argparse.Namespace) -> str:
+    """Write problems of a task as JSON lines, those that a training with the default seed reads."""
+    from megatron.config.schema import Training  # imports torch, which no corpus needs
+
+    try:
+        task_args = dict(parse(options.task_args or "{}"))
+    except (TypeError, ValueError) as fault:
+        raise UserError(f"--task-args: {fault} - write such as '{{group: S3}}'") from None
+    text = tasks.TaskText(options.corpus.removeprefix(TASK_PREFIX), task_args)
+    part, count = options.split or "train", options.documents
+    if part not in PARTS or count is None:
+        raise UserError(
+            f"{text.prefix}: of which part, and how many problems? - give --documents N, and as"
+            f" --split one of {', '.join(PARTS)}"
+        )
+    name = options.name or text.name
+    file = options.data_dir / name / f"{name}.jsonl"
+    seed = Training.model_fields["seed"].default
+    lines = text.lines(part, options.length or LENGTH, seed, count)
+    content = (f"{line}\n".encode() for line in lines)
+    write_output(file, content, MARK if options.overwrite else None)
+    return f"{file}: {count:,} {part} problems of {text.prefix}"
 
 
 def _corpus(options: argparse.Namespace, kind: str) -> Corpus:
@@ -180,7 +230,7 @@ def _parser() -> argparse.ArgumentParser:
         "corpus",
         nargs="?",
         help=f"a corpus known by name: {', '.join(corpus_names())}; or hf:OWNER/NAME, a data set of"
-        " the hub as a stream",
+        " the hub as a stream; or task:NAME",
     )
     add("--list", action="store_true", help="show the corpora and their sources, and the tasks")
     add(
@@ -203,9 +253,22 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="take the first N documents, and download no more files than they need",
     )
-    add("--split", help="hf: which split (default: train)")
+    add(
+        "--part",
+        metavar="I/N",
+        help="only the I-th of N parts, in DIR/NAME-I-of-N; tools/merge_data.py makes them one"
+        " (docs/data.md)",
+    )
+    add("--split", help="hf: which split; a task: which part (default: train)")
     add("--config", help="hf: which configuration of the data set")
     add("--revision", help="hf: a branch, tag or commit (default: main)")
+    add(
+        "--length",
+        type=int,
+        metavar="L",
+        help=f"a task: problems that fit into windows of L tokens (default: {LENGTH})",
+    )
+    add("--task-args", metavar="YAML", help="a task: its options, such as '{group: S3}'")
     add(
         "--tokenizer-files",
         action="store_true",

@@ -1,7 +1,10 @@
-"""Show a token file: lengths of documents, and some of its text.
+"""Show a token file: lengths of documents, tokens in use, and some of its text.
 
 python tools/inspect_data.py data/stdlib/stdlib_text_document
 python tools/inspect_data.py PREFIX --vocab-file vocab.json --merge-file merges.txt
+
+In a large file the tokens of every n-th document are counted, and the output says how many; lengths
+are those of all documents.
 """
 
 import argparse
@@ -20,6 +23,9 @@ from megatron.errors import UserError, visible
 from megatron.splits import SPLIT
 
 EVALUATED = (512, 1024, 2048, 4096, 8192, 16384)  # the lengths of KERPLE's and MEP's tables
+COUNTED = 100_000_000  # about so many tokens are counted at most
+LARGEST = 1 << 24  # ids that are counted: no known vocabulary has a tenth of it
+LISTED = 10  # tokens
 SHOWN = 400  # tokens of a document that are decoded
 LEGEND = """\
 documents: with at least that many tokens; their tokens: share of all tokens
@@ -51,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokens = TokenFile.open(options.prefix)
     tokenizer = _tokenizer(tokens, options)
     lines = [*lengths(tokens, options.lengths), f"\n{split_in_words(tokens, options.split)}"]
+    lines += usage(tokens, tokenizer)
     evenly_spread = np.linspace(0, len(tokens) - 1, min(options.samples, len(tokens)), dtype=int)
     for document in evenly_spread.tolist():
         lines.append(f"\n--- document {document:,}, {tokens.sizes[document]:,} tokens, begins ---")
@@ -90,6 +97,37 @@ def lengths(tokens: TokenFile, evaluated: Sequence[int]) -> list[str]:
             f"  {long.sum() / total:>12.1%}  {beyond:>13.1%}  {(long // length).sum():>14,}"
         )
     return [*lines, LEGEND]
+
+
+def usage(tokens: TokenFile, tokenizer: Tokenizer | None) -> list[str]:
+    """Lines: how many tokens never occur, the unknown one, and the most frequent.
+
+    UserError for ids that no vocabulary has.
+    """
+    documents = range(0, len(tokens), -(-tokens.tokens // COUNTED))
+    entries = tokenizer.vocab_size if tokenizer else tokens.vocab_size
+    counts = np.zeros(entries or 0, dtype=np.int64)
+    for document in documents:
+        for ids in tokens.pieces(document):
+            if ids.max() >= LARGEST or ids.min() < 0:
+                raise UserError(
+                    f"{tokens.prefix}: document {document} holds the token {ids.max()} - it is not"
+                    " a file of a tokenizer's ids"
+                )
+            before, counts = counts, np.bincount(ids, minlength=len(counts))
+            counts[: len(before)] += before
+    unused = (counts == 0).sum()
+    lines = [
+        f"\nTokens of {len(documents):,} of {len(tokens):,} documents: {unused:,} of"
+        f" {len(counts):,} ids never occur ({unused / len(counts):.1%})"
+    ]
+    if tokenizer and tokenizer.unknown is not None:
+        lines.append(f"the unknown token: {counts[tokenizer.unknown]:,} times")
+    for token in np.argsort(-counts)[:LISTED].tolist():
+        text = _text(tokenizer, [token])
+        share = counts[token] / counts.sum()
+        lines.append(f"{token:>8} {counts[token]:>14,} {share:>7.1%}  {text!r}")
+    return lines
 
 
 def _text(tokenizer: Tokenizer | None, ids: Sequence[int]) -> str:

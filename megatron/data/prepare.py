@@ -59,10 +59,16 @@ def prepare(
 ) -> str:
     """Write DATA_DIR/NAME/NAME_text_document.{bin,idx,json} and return the summary to print.
 
+    The folder of a part is DATA_DIR/NAME-2-of-4.
+
     workers: processes that encode, which changes no token; command: words for PREFIX.json
     Raises UserError for what the user can mend. A fault changes nothing that was there.
     """
     folder = data_dir / corpus.name
+    number, parts = corpus.part
+    if parts > 1:
+        folder = data_dir / f"{corpus.name}-{number}-of-{parts}"
+        corpus.about["part"] = f"{number}/{parts}"
     prefix = folder / f"{corpus.name}_text_document"
     if prefix.with_name(prefix.name + ".idx").exists() and not overwrite:
         try:
@@ -165,9 +171,8 @@ def _encode(
     corpus.skips["blank document"] += blank
 
 
-def training_texts(corpus: Corpus) -> Iterator[str]:
+def training_texts(corpus: Corpus, left: int = TRAINING_CHARACTERS) -> Iterator[str]:
     """The text that a tokenizer is trained on: the first characters not held out, in pieces."""
-    left = TRAINING_CHARACTERS
     for piece in pieces_of(corpus, True, stop=corpus.to_train_on):
         yield piece.text[:left]
         left -= len(piece.text)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from reprlib import Repr
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
 import zstandard
 
@@ -38,6 +38,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 READ_JSON = json.JSONDecoder(parse_int=float).decode
 ABRIDGED = Repr()
 ABRIDGED.maxdict = 20
+AnyFile = TypeVar("AnyFile")  # here, or at a source
 
 
 class Corpus:
@@ -47,7 +48,10 @@ class Corpus:
     to_train_on: so many of its first documents are not held out; None: the split decides that
     skips: how many entries or files the last `documents()` left out, by reason
     is_here: whether `sources` can be said without a download
+    part: (number, parts): which part of its files this is, and of how many
     """
+
+    part: tuple[int, int] = (1, 1)
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -113,7 +117,7 @@ class Files(Corpus):
 
     def needed(self) -> Iterator[Path]:
         """The files in the order in which they are read."""
-        yield from self.paths
+        yield from files_of_part(self.paths, self.part)
 
     def documents(self) -> Iterator[str]:
         """The text of every document: files as given, folders by name.
@@ -389,6 +393,23 @@ def list_files(inputs: Sequence[str | Path]) -> list[Path]:
             *(len(unknown), unknown[0]),
         )
     return files
+
+
+def files_of_part(files: Sequence[AnyFile], part: tuple[int, int]) -> Sequence[AnyFile]:
+    """The files of one of several parts of a corpus, which one after the other are all of it.
+
+    part: (number, parts), such as (1, 4) for the first of four
+    Raises UserError for more parts than files.
+    """
+    number, parts = part
+    count = len(files)
+    if 1 < parts > count:
+        raise UserError(
+            f"--part: {parts} parts need as many files, for none is cut, and this corpus has"
+            f" {count} - take fewer parts, or cut JSON lines before, such as with"
+            f" `split -n l/{parts} FILE --additional-suffix .jsonl`"
+        )
+    return files[(number - 1) * count // parts : number * count // parts]
 
 
 def json_value(content: bytes, where: str) -> Any:

@@ -1,4 +1,4 @@
-"""Looking at token files: lengths and text."""
+"""Looking at token files: lengths, tokens in use and text."""
 
 from pathlib import Path
 
@@ -27,12 +27,16 @@ def prefix():
 def test_the_text_and_the_numbers_name_what_is_there(prefix, capsys):
     assert main([str(prefix), "--samples", "99999999", "--split", "2,1,0"]) == 0
     text = capsys.readouterr().out
+    spaces = "".join(TEXTS).count(" ")
+    unused = 512 - len({*"".join(TEXTS).encode(), 0})
     for words in (
         f"{prefix} (cats)\n3 documents, {len(''.join(TEXTS)) + 3:,} tokens (uint16) of CharLevel",
         "Each document ends with token 0, which no length below counts.",
         "bytes: 1.00 bytes per token.",
         f"Lengths: shortest 0, median 8, mean 483, longest {len(TEXTS[2]):,} tokens",
         "512             1    33.3%         99.4%          64.1%               2\n",
+        f"Tokens of 3 of 3 documents: {unused} of 512 ids never occur",
+        f"      32 {spaces:>14,}",
         "split 2,1,0: train 2 documents, 10 tokens; valid 1 documents, 1,441 tokens; test 0",
         "--- document 0, 9 tokens, begins ---\nthe cat\n",
     ):

@@ -15,6 +15,7 @@ from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.folder_lock import owned_folder
 from prepare_data import run
+from tools.merge_data import main as merge
 
 TEXTS = [
     "the cat sat on the mat\n",
@@ -167,3 +168,53 @@ def test_a_second_preparation_of_one_name_is_refused_while_the_first_works(text)
         assert everything() == before
     own(text, "data")
     assert len(list(folder.iterdir())) == 4
+
+
+def test_parts_are_merged_to_the_bytes_of_one_run_and_finished_ones_are_kept(text, monkeypatch):
+    inputs = Path("texts")
+    (inputs / "deeper").mkdir(parents=True)
+    for number, name in enumerate(("b.txt", "a.txt", "deeper/c.txt", "z.txt", "empty.txt")):
+        (inputs / name).write_text(f"text {number} of {name}\n" * number)
+    text.rename(inputs / "several.jsonl")
+    own(inputs, "data", "-t", "CharLevelTokenizer")
+    for part in ("3/3", "1/3", "2/3"):  # in any order
+        own(inputs, "data", "-t", "CharLevelTokenizer", "--part", part)
+    again = own(inputs, "data", "-t", "CharLevelTokenizer", "--part", "2/3")
+    assert again.startswith("already prepared")
+    parts = [f"data/mine-{number}-of-3/mine_text_document" for number in (1, 2, 3)]
+    whole, merged = Path("data/mine/mine_text_document"), Path("merged")
+    assert merge([*parts, "-o", str(merged)]) == 0
+    for suffix in (".bin", ".idx"):
+        expected = whole.with_name(whole.name + suffix).read_bytes()
+        assert merged.with_suffix(suffix).read_bytes() == expected
+    cards = [TokenFile.open(prefix).meta for prefix in (whole, merged, parts[1])]
+    for key in ("corpus", "tokenizer", "sources", "text_bytes", "documents", "dtype"):
+        assert cards[0][key] == cards[1][key]
+    assert cards[2]["part"] == "2/3"
+    assert len(cards[2]["sources"]) == 2
+
+    own(inputs, "data", "-t", "CharLevelTokenizer", "--part", "1/1", "--overwrite")
+    assert "part" not in TokenFile.open(whole).meta
+
+
+def test_parts_that_make_no_sense_are_refused(text):
+    before = everything()
+    characters = ["-t", "CharLevelTokenizer", "--part"]
+    for part in ("0/2", "3/2", "2", "one/2", "1/0", "-1/2"):
+        with pytest.raises(UserError, match="is no part - write --part 2/4"):
+            own(text, "data", "-t", "CharLevelTokenizer", f"--part={part}")
+    with pytest.raises(
+        UserError, match=r"--part: 2 parts need as many files, .* has 1 - take fewer"
+    ):
+        own(text, "data", *characters, "1/2")
+    with pytest.raises(UserError, match="--part: each part would train another tokenizer - train"):
+        own(text, "data", "--part", "1/1")
+    for words, message in {
+        "arxiv --documents 5": "--part: is of all documents - leave",
+        "hf:one/two": "--part: is not for a data set of the hub",
+        "task:copy": "--part: is not for a task",
+        "stdlib -t CharLevelTokenizer": "--part: stdlib has no files to divide - leave",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            run([*words.split(), "-d", "data", "--part", "1/2"])
+    assert everything() == before

@@ -51,10 +51,12 @@ def write(monkeypatch):
     folder.mkdir()
     monkeypatch.setattr(recipes, "RECIPES", folder)
 
-    def corpus(sources, *, from_dir=None, limit=None, **more):
+    def corpus(sources, *, from_dir=None, limit=None, part=(1, 1), **more):
         facts = {"about": "a test", "licence": "none", "sources": sources} | more
         (folder / "mine.yml").write_text(yaml.safe_dump(facts))
-        return FromRecipe("mine", read_recipe("mine"), Path("data"), from_dir, limit)
+        made = FromRecipe("mine", read_recipe("mine"), Path("data"), from_dir, limit)
+        made.part = part
+        return made
 
     return corpus
 
@@ -148,6 +150,16 @@ def test_with_a_limit_only_the_files_that_it_needs_are_downloaded(server, write)
     assert [Path(source["path"]).name for source in corpus.sources()] == ["a.jsonl"]
 
 
+def test_a_part_downloads_its_own_files_alone(server, write):
+    sources = [urls(server, "/a.jsonl", "/b.jsonl")]
+    assert list(write(sources, part=(2, 2)).documents()) == ["b one"]
+    assert [path for path, _ in server.asked] == ["/b.jsonl"]
+    with pytest.raises(
+        UserError, match=r"--part: 3 parts need as many files, .* has 2 - take fewer"
+    ):
+        list(write(sources, part=(1, 3)).documents())
+
+
 def test_files_at_hand_need_no_network(server, write):
     folder = Path("hand")
     (folder / "deep").mkdir(parents=True)
@@ -163,6 +175,7 @@ def test_files_at_hand_need_no_network(server, write):
         read(sources, at_hand=["*.jsonl"])
     (folder / "b.jsonl").write_bytes(lines("too"))
     assert read(sources) == ["copied", "too"]
+    assert [read(sources, part=(number, 2)) for number in (1, 2)] == [["copied"], ["too"]]
     with pytest.raises(UserError, match=r"deep/a.jsonl has another sha256 than the file of the re"):
         read([urls(server, "/a.jsonl", sha256="0" * 64)])
     assert server.asked == []

@@ -2,8 +2,10 @@
 
 import hashlib
 import itertools
+import json
 import re
 import string
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -200,20 +202,23 @@ def test_the_guide_shows_a_problem_of_each_task_and_how_to_add_one():
     (code,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
     try:
         exec(code, vars(tasks) | {})
-        problem = TaskText("first_letter", {"repeats": 2}).samples("train", 9, 0).problem(0)
+        (line,) = TaskText("first_letter", {"repeats": 2}).lines("train", 9, 0, 1)
     finally:
         TASKS.pop("first_letter")
-    first, _ = problem[0]
-    assert problem[-3:] == [("=", False), (first, True), (first, True)]
+    problem = json.loads(line)
+    assert problem["question"].endswith(" = _ _")
+    assert problem["answer"] == " ".join(problem["question"][0] * 2)
 
 
 # --- Parts and seeds ---
 
 
 def problems(name, part, length, count, seed=0, **options):
-    """Words of problems, of all sizes that fit."""
-    samples = TaskText(name, options).samples(part, length, seed)
-    return {str(samples.problem(number)) for number in range(count)}
+    """Texts of problems with their answers, of all sizes that fit."""
+    return {
+        (line["question"], line["answer"])
+        for line in map(json.loads, TaskText(name, options).lines(part, length, seed, count))
+    }
 
 
 def test_parts_have_no_problem_in_common_whatever_the_seed():
@@ -300,6 +305,28 @@ def test_two_ranks_read_the_problems_of_one():
     assert np.array_equal(next(resumed), next(alone))
 
 
-def test_every_task_is_listed():
+# --- On the disk, where it is asked for ---
+
+
+def test_problems_are_written_as_json_lines_and_listed():
+    words = ["task:recall", "--documents", "7", "-d", ".", "--length", "20"]
+    shown = run([*words, "--task-args", "{pairs: 2}", "--split", "valid", "--name", "two"])
+    file = Path("two/two.jsonl")
+    assert shown == f"{file}: 7 valid problems of task:recall"
+    text = TaskText("recall", {"pairs": 2})
+    samples = text.samples("valid", 20, 1234)
+    for number, line in enumerate(file.read_text().splitlines()):
+        problem = json.loads(line)
+        answer = iter(problem["answer"].split())
+        words_of_line = [next(answer) if w == "_" else w for w in problem["question"].split()]
+        ids, marks = samples[number]
+        assert words_of_line == [text.words[number] for number in ids[ids > 0]]
+        assert problem["question"].split().count("_") == marks.sum()
+    assert number == 6
+    run(["task:copy", "--documents", "1", "-d", "."])
+    with pytest.raises(ValueError, match=r"copy.jsonl exists"):
+        run(["task:copy", "--documents", "2", "-d", "."])
+    run(["task:copy", "--documents", "2", "-d", ".", "--overwrite"])
+    assert len(Path("copy/copy.jsonl").read_text().splitlines()) == 2
     listed = [line.split(" ")[0] for line in run(["--list"]).split("\n\n")[1].splitlines()]
     assert listed == [f"task:{name}" for name in TASKS]

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from tests.checkpoints import make_checkpoint
-from tests.support import ROOT, call
+from tests.support import ROOT, call, modules
 
 ROWS = ROOT / "docs/demo.jsonl"
 RUN = "{run} --lengths 64"
@@ -21,6 +21,7 @@ COMMANDS = {
     "a.svg": "tools/show_results.py {input} -o",
     "a.pdf": "tools/show_results.py {input} -o",
     "a.html": "tools/report.py {input} -o",
+    "tokenizer.json": "tools/train_tokenizer.py --input {text} --vocab-size 280 --overwrite -o",
     "rows.jsonl": f"evaluate.py --checkpoint {RUN} -o",
     "probes.jsonl": f"tools/probe.py --checkpoint {RUN} --probes passkey attention --trials 1 -o",
     "texts.jsonl": "generate.py --checkpoint {run} --prompt ab --max-new-tokens 2 -o",
@@ -33,9 +34,10 @@ def command(request, corpus, tmp_path):
     """A function that runs a command of the table, with more words; the name of its output."""
     name = request.param
     words = COMMANDS[name]
-    paths = {"input": ROWS}
+    paths = {"input": ROWS, "text": tmp_path / "input.txt"}
     if "{run}" in words:
         paths["run"] = make_checkpoint(tmp_path / "run", corpus)
+    paths["text"].write_text(modules()[3])
 
     def run(output, **options):
         return call(*words.format(**paths | options).split(), output)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from megatron.data.corpora.download import DownloadFault, Remote, Source, download, fetch, matching
 from megatron.data.corpora.source_code import Environment, Package, Repeats, StandardLibrary
-from megatron.data.readers import Corpus, Files, Keep, Limits, files_in
+from megatron.data.readers import Corpus, Files, Keep, Limits, files_in, files_of_part
 from megatron.errors import UserError, did_you_mean
 from megatron.files import ROOT, atomic_write, sha256_of
 from megatron.folder_lock import owned_file
@@ -189,7 +189,7 @@ class FromRecipe(Files):
         reasons = []
         for source in self.recipe.sources:
             try:
-                remotes = source.listing(self.downloads)
+                remotes = files_of_part(source.listing(self.downloads), self.part)
                 first = remotes if self.limit is None else remotes[:1]
                 download(source, first, self.downloads)
                 return source, remotes
