@@ -3,11 +3,11 @@
 python tools/sweep.py run configs/sweeps/cpu.yml --dry-run   the plan and what it costs
 python tools/sweep.py run kerple-table3 --dry-run --device a100 --jobs 8   on eight A100
 python tools/sweep.py run configs/sweeps/cpu.yml             run the missing cells; may be repeated
+python tools/sweep.py run kerple-table3 --launcher slurm --launcher-args time=600 gpus_per_node=1
 python tools/sweep.py status configs/sweeps/cpu.yml
 python tools/sweep.py collect configs/sweeps/cpu.yml         the rows so far, also during a run
 """
 
-import argparse
 import collections
 import sys
 from collections.abc import Sequence
@@ -18,6 +18,7 @@ import torch
 from megatron.cli_errors import command_parser, guarded
 from megatron.config.load import DATA_PATHS
 from megatron.config.schema import as_list
+from megatron.config.yaml_files import read_overrides
 from megatron.data.corpora.recipes import corpus_names
 from megatron.errors import UserError
 from megatron.evaluation.options import number
@@ -32,6 +33,7 @@ from megatron.sweeps.cells import (
     state_of,
 )
 from megatron.sweeps.cost import DEVICES, UTILISATION, cost, named_device
+from megatron.sweeps.engines import LAUNCHERS, run_on
 from megatron.sweeps.runner import Runner, places_of
 from megatron.training.batches import likely_rows
 from megatron.training.fits import FLOAT32, needs
@@ -49,16 +51,20 @@ def main(argv: list[str] | None = None) -> int:
     add("--dry-run", action="store_true", help="show the plan of run, and its cost")
     jobs = "runs at a time; default: one per GPU, or one"
     add("--jobs", type=number(1, 10**4), metavar="N", help=jobs)
+    launchers = "who places the cells: this process, Ray, or Slurm (docs/sweeps.md)"
+    add("--launcher", choices=("local", *LAUNCHERS), default="local", help=launchers)
+    resources = "what Ray or Slurm gives each cell, by their own names"
+    add("--launcher-args", nargs="+", default=[], metavar="KEY=VALUE", help=resources)
     devices = f"give the cost for another device: cpu, {', '.join(DEVICES)}"
     add("--device", metavar="NAME", help=devices)
-    add("--launcher", "--launcher-args", nargs="+", help=argparse.SUPPRESS)  # of earlier versions
     options = parser.parse_args(argv)
 
-    if options.launcher:
-        raise UserError(
-            "--launcher: is gone - let the cluster start this command without it in several jobs,"
-            " which share the cells (docs/sweeps.md)"
-        )
+    faults = [f"{word}: is no KEY=VALUE" for word in options.launcher_args if "=" not in word]
+    resources_of_job = read_overrides(options.launcher_args, faults.append)
+    if options.launcher == "local" and resources_of_job:
+        faults.append("is for --launcher ray and slurm; here --jobs N is how many run at a time")
+    if faults:
+        raise UserError(f"--launcher-args: {faults[0]}")
     if options.what == "collect":
         print(collected(options.file, options.folder))
         return 0
@@ -78,7 +84,11 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError("\n".join([*absent, alternative]))
 
     runner = Runner(lambda text: print(f"{text}\n", end="", flush=True))  # whole lines of threads
-    runner.run(sweep.cells, places_of(options.jobs))
+    if options.launcher == "local":
+        runner.run(sweep.cells, places_of(options.jobs))
+    else:
+        only, jobs = options.only, options.jobs
+        run_on(options.launcher, resources_of_job, runner, sweep, only, jobs)
     print(collected(options.file, options.folder))
     missing = []
     for cell in sweep.cells:

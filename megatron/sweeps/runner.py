@@ -9,7 +9,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -55,11 +55,15 @@ class Runner:
     """Works on cells, one at each place at a time.
 
     say: shows a line
+    patience: seconds in which the owner of a cell may end
+    starter: the command that starts a script in several processes
     stopping: the first signal that has come, 0 for none
     disk_full: whether a cell failed for that: then no other is begun
     """
 
     say: Callable[[str], None]
+    patience: float = 0.2
+    starter: tuple[str, ...] = ()
     stopping: int = 0
     disk_full: bool = False
 
@@ -73,7 +77,7 @@ class Runner:
             return
         try:
             cell.folder.mkdir(parents=True, exist_ok=True)
-            with cell.lock.acquire():
+            with cell.lock.acquire(self.patience, cancel_check=lambda: self.stopping > 0):
                 state = state_of(cell)
                 if state.kind == "done":
                     return
@@ -116,8 +120,11 @@ class Runner:
         where = "" if device is None else f" on device {device}"
         self._tell(f"{cell.name}: {words[0]}{where}")
         log = cell.folder / "sweep.log"
-        command = die_with_parent([sys.executable, str(ROOT / words[0]), *words[1:]])
-        environment = environments({**os.environ, **place}, 1, free_port())[0]
+        script = [*self.starter, sys.executable, str(ROOT / words[0]), *words[1:]]
+        command = die_with_parent(script)
+        environment = {**os.environ, **place}
+        if not self.starter:
+            environment = environments(environment, 1, free_port())[0]
         refused = UserError(f"{log}: is a link or no regular file - remove it")
         try:
             descriptor = os.open(log, APPENDED, 0o666)
@@ -140,7 +147,8 @@ class Runner:
         while process.poll() is None:
             if self.stopping and not terminated:
                 # Once: a second ctrl-C would end train.py without saving.
-                process.send_signal(signal.SIGTERM)
+                # SIGUSR1 is passed on by srun, which kills its processes at SIGTERM.
+                process.send_signal(signal.SIGUSR1 if self.starter else signal.SIGTERM)
                 terminated = True
             time.sleep(PAUSE)
         status = process.returncode
@@ -151,6 +159,7 @@ class Runner:
                 written.seek(max(start, end - LONGEST_END))
                 text = written.read(LONGEST_END).decode(errors="replace")
             lines = [line.strip() for line in text.splitlines() if line.strip()]
+            lines = [line for line in lines if not line.startswith(("srun: ", "slurmstepd"))]
             reason = visible(lines[-1]) if lines else f"{words[0]} ended with status {status}"
             if status < 0:
                 reason = f"killed by {signal.Signals(-status).name}; {reason}"
@@ -170,13 +179,18 @@ class Runner:
             finally:
                 free.put(place)
 
-        caught = list(SIGNALS)
+        with self.stoppable(*SIGNALS), ThreadPoolExecutor(len(places)) as pool:
+            list(pool.map(work_somewhere, cells))  # raises what a thread raised
+
+    @contextlib.contextmanager
+    def stoppable(self, *numbers: signal.Signals) -> Iterator[None]:
+        """Meanwhile these signals only ask to stop."""
+        caught = list(numbers)
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup
             caught.remove(signal.SIGHUP)
         handlers_before = {number: signal.signal(number, self._stop) for number in caught}
         try:
-            with ThreadPoolExecutor(len(places)) as pool:
-                list(pool.map(work_somewhere, cells))  # raises what a thread raised
+            yield
         finally:
             for number, handler in handlers_before.items():
                 signal.signal(number, handler)

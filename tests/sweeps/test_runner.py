@@ -132,22 +132,6 @@ def test_a_signal_to_a_sweep_or_its_terminal_ends_its_trainings(corpus, forks, t
         assert 0 < state.step < 100000, "with a checkpoint"
 
 
-def test_several_runs_at_once_share_the_cells(corpus, forks, tmp_path):
-    sweep_file, folder = tmp_path / "shared.yml", tmp_path / "runs"
-    text = SWEEP.format(corpus=corpus, steps=60).replace("seed: [1]", "seed: [1, 2, 3]")
-    sweep_file.write_text(text)
-    words = ["run", sweep_file, "--folder", folder, "--only", "data=good"]
-    logs = [tmp_path / f"log{number}" for number in range(2)]
-    for pid in [forks.start(WARM, *words, log=log) for log in logs]:
-        forks.wait(pid, 120)
-    trained = "".join(log.read_text() for log in logs).count(": train.py")
-    assert trained == 3, "each once"
-    assert {state_of(cell).kind for cell in load_sweep(sweep_file, folder, words[-1:]).cells} == {
-        "done"
-    }
-    assert len(rows(folder)) == 3 * 2 * 3  # cells, protocols, lengths
-
-
 def trainable(folder):
     """Whether no training owns a folder."""
     try:

@@ -1,0 +1,209 @@
+"""Cells of a sweep as jobs of a cluster: tasks of Ray, or arrays of Slurm by submitit.
+
+The engine places the jobs. A cell whose job ended without a result is submitted again here.
+"""
+
+import importlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from megatron.errors import UserError, in_words, visible
+from megatron.parallel.grid import free_port
+from megatron.parallel.launcher import AFTER_A_STOP
+from megatron.sweeps.cells import Cell, Sweep, described, load_sweep, state_of
+from megatron.sweeps.runner import SIGNALS, Runner
+
+ATTEMPTS = 3  # of a cell whose jobs end without a further checkpoint
+PATIENCE = 120.0  # seconds: NFS keeps the locks of a dead node for 90
+CONNECTION = 10.0  # seconds in which a cluster must answer
+PAUSE = 5.0  # seconds between two questions to Slurm, whose users share one controller
+TIME_LIMITS = 1000  # after which submitit no longer queues a job again
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a job does. It reads the sweep again, because the file may name code of the user.
+
+    place: the folder in which `run` was called
+    sweep: what load_sweep is given
+    starter: the command that starts a script in every process of the job; (): there is one process
+    """
+
+    place: Path
+    sweep: tuple[Path, Path, tuple[str, ...]]
+    starter: tuple[str, ...] = ()
+
+    def __call__(self, name: str) -> None:
+        os.chdir(self.place)
+        (cell,) = (cell for cell in load_sweep(*self.sweep).cells if cell.name == name)
+        runner = Runner(logger.info, PATIENCE, self.starter)
+        meeting = {"MASTER_ADDR": socket.gethostname(), "MASTER_PORT": str(free_port())}
+        # In this thread: Ray's cancellation does not interrupt the wait for another one.
+        with runner.stoppable(*SIGNALS, signal.SIGUSR2):
+            runner.work(cell, meeting if self.starter else {})
+        if runner.stopping == signal.SIGUSR2:  # the time limit: submitit queues the job again
+            signal.raise_signal(signal.SIGUSR2)
+
+    def checkpoint(self, name: str) -> Any:
+        """What submitit queues again."""
+        return importlib.import_module("submitit.helpers").DelayedSubmission(self, name)
+
+
+class Ray:
+    """Tasks on the cluster that RAY_ADDRESS names or that runs here, else on this machine.
+
+    options: those of ray.remote
+    """
+
+    def __init__(self, work: Work, options: dict[str, Any]) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        self.ray, self.work = importlib.import_module("ray"), work
+        check_answers(os.environ.get("RAY_ADDRESS", ""))
+        self.ray.init(log_to_driver=False)
+        if not options:
+            device = "num_gpus" if "GPU" in self.ray.cluster_resources() else "num_cpus"
+            options = {device: 1}
+        self.task = self.ray.remote(max_retries=0, **options)(Work.__call__)
+
+    def submit(self, cells: Sequence[Cell]) -> list[Any]:
+        return [self.task.remote(self.work, cell.name) for cell in cells]
+
+    def ended(self, jobs: list[Any]) -> Iterator[tuple[Any, str]]:
+        """Jobs that end within a second, each with its fault."""
+        for job in self.ray.wait(jobs, num_returns=len(jobs), timeout=1)[0]:
+            error = job.future().exception()
+            yield job, str(error or "")
+
+    def cancel(self, jobs: list[Any]) -> None:
+        for job in jobs:
+            self.ray.cancel(job)
+
+
+def check_answers(address: str) -> None:
+    """Raises UserError if nothing listens at an address of Ray, which would try for minutes."""
+    try:
+        place = urlsplit(address if "://" in address else f"//{address}")
+        if place.hostname and place.port:  # `auto` and `local` have no port
+            socket.create_connection((place.hostname, place.port), timeout=CONNECTION).close()
+    except (OSError, ValueError) as fault:
+        raise UserError(
+            f"RAY_ADDRESS: no cluster answers at {address} ({in_words(fault)}) - start one there"
+            " (ray start --head), or unset RAY_ADDRESS to use this machine"
+        ) from None
+
+
+class Slurm:
+    """Job arrays, whose logs are in the sweep's folder.
+
+    options: those of sbatch, with `_` for `-`
+    """
+
+    def __init__(self, work: Work, options: dict[str, Any]) -> None:
+        if not isinstance(options.get("time"), int):
+            raise ValueError("give the limit of one job: --launcher-args time=MINUTES")
+        nodes, on_each = options.get("nodes", 1), options.get("ntasks_per_node", 1)
+        if not (isinstance(nodes, int) and isinstance(on_each, int)):
+            raise ValueError("nodes and ntasks_per_node must be whole numbers, such as nodes=2")
+        alone = ("--overlap", "--nodes=1", "--ntasks=1")
+        starter = ("srun", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes * on_each}")
+        starter += (f"--ntasks-per-node={on_each}", f"--wait={AFTER_A_STOP:.0f}")
+        self.work = work if nodes * on_each == 1 else replace(work, starter=starter)
+        self.logs = work.sweep[1] / "slurm"
+        submitit = importlib.import_module("submitit")
+        self.executor = submitit.SlurmExecutor(self.logs, max_num_timeout=TIME_LIMITS)
+        parameters = {"job_name": "sweep", "requeue": True, **options}
+        self.executor.update_parameters(
+            time=options["time"], additional_parameters=parameters, srun_args=alone
+        )
+        # Since 22.05 srun does not take it from sbatch.
+        os.environ["SRUN_CPUS_PER_TASK"] = str(options.get("cpus_per_task", 1))
+
+    def submit(self, cells: Sequence[Cell]) -> list[Any]:
+        return [job.job_id for job in self.executor.map_array(self.work, [c.name for c in cells])]
+
+    def ended(self, jobs: list[Any]) -> Iterator[tuple[Any, str]]:
+        """Jobs that are no longer in the queue, each with its log."""
+        time.sleep(PAUSE)
+        # Not sacct, which needs a database that not every Slurm has.
+        command = f"squeue --user={os.getuid()} --array --noheader --format=%i"
+        queue = subprocess.run(command.split(), capture_output=True, text=True)
+        if queue.returncode == 0:
+            for job in set(jobs).difference(queue.stdout.split()):
+                yield job, f"log: {self.logs}/{job}_0_log.err"
+
+    def cancel(self, jobs: list[Any]) -> None:
+        subprocess.run(["scancel", *jobs])
+
+
+LAUNCHERS = {"ray": (Ray, "ray>=2.60,<3"), "slurm": (Slurm, "submitit>=1.5.4,<2")}
+
+
+@contextmanager
+def _explained(launcher: str) -> Iterator[None]:
+    """A fault of the engine becomes one message."""
+    try:
+        yield
+    except UserError:
+        raise
+    except ImportError as fault:
+        package = LAUNCHERS[launcher][1]
+        raise UserError(f"--launcher {launcher}: {fault} - pip install '{package}'") from None
+    except Exception as fault:  # Ray raises that class itself when it cannot start
+        raise UserError(f"--launcher {launcher}: {in_words(fault)}") from None
+
+
+def run_on(
+    launcher: str,
+    options: dict[str, Any],
+    runner: Runner,
+    sweep: Sweep,
+    only: Sequence[str],
+    jobs: int | None,
+) -> None:
+    """Until no cell is left to submit; after a signal, until cancelled jobs have ended.
+
+    options: what each job gets, by the engine's own names
+    only: the words that chose the cells
+    jobs: in the queue at a time; default: all
+    """
+    with _explained(launcher):
+        kind, _ = LAUNCHERS[launcher]
+        engine = kind(Work(Path.cwd(), (sweep.path, sweep.folder, tuple(only))), options)
+    waiting = [cell for cell in sweep.cells if state_of(cell).kind != "done"]
+    running: dict[Any, Cell] = {}
+    attempts: Counter[tuple[str, int, int]] = Counter()
+    with runner.stoppable(*SIGNALS):
+        while running or (waiting and not runner.stopping):
+            free = (jobs or len(sweep.cells)) - len(running)
+            if runner.stopping:
+                engine.cancel(list(running))
+            elif waiting[:free]:
+                with _explained(launcher):
+                    running |= zip(engine.submit(waiting[:free]), waiting, strict=False)
+                del waiting[:free]
+            for job, note in engine.ended(list(running)):
+                cell = running.pop(job)
+                state = state_of(cell)
+                text = f"{cell.name}: {described(cell, state)}"
+                if note and state.kind != "done":
+                    text += f" ({visible(note.strip().splitlines()[-1])})"
+                progress = (cell.name, state.step, len(state.missing))
+                attempts[progress] += 1
+                has_lost_job = state.kind in ("waiting", "stopped", "trained")
+                if has_lost_job and not runner.stopping and attempts[progress] < ATTEMPTS:
+                    waiting.append(cell)
+                    text += " - again, for its job has ended"
+                runner.say(text)
