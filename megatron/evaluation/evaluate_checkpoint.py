@@ -32,7 +32,7 @@ from megatron.files import check_output
 from megatron.folder_lock import owned_file
 from megatron.model import positions_from_config
 from megatron.parallel.context import context_of
-from megatron.parallel.grid import here, owned_by_first
+from megatron.parallel.grid import ended_together, here, owned_by_first
 from megatron.parallel.threads import count_parameters, use_threads
 from megatron.positions import Position
 from megatron.protocols import LONGPPL, TASK, HeldOutText, Request, usual_protocol
@@ -150,7 +150,7 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
     seconds = 0.1 if sys.stderr.isatty() else 30.0
     bars = {"mininterval": seconds, "delay": seconds, "leave": False, "disable": not grid.first}
     owned = [owned_file(output, "--output") for output in rows]
-    with owned_by_first(grid, *owned):
+    with owned_by_first(grid, *owned), ended_together(grid):
         for network in (model, judge.model):
             network.to(grid.device, DTYPES[options.dtype])
         use_threads(count_parameters(model), grid.device)

@@ -4,14 +4,16 @@ Processes of one machine meet on its loopback interface, where no other machine 
 torch's own store and gloo listen on every interface, and ask nobody who connects for a password.
 """
 
+import fcntl
 import logging
 import os
 import socket
+import struct
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from ipaddress import ip_address
 from typing import Any
 
@@ -21,7 +23,9 @@ from torch import Tensor
 
 # torch documents these three, but its __all__ lacks them.
 from torch.distributed import HashStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from megatron.cli_errors import message_of, print_line
 from megatron.errors import UserError, cannot_write, in_words
 
 logger = logging.getLogger(__name__)
@@ -33,13 +37,17 @@ MEETING_PLACE = ("MASTER_ADDR", "MASTER_PORT")
 SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
 OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
 """Where a step of Slurm and Open MPI give rank, number of ranks and rank on this machine."""
+MPIRUN = {"mpirun", "mpiexec", "orterun", "orted", "prterun", "prted"}
+"""Programs of Open MPI, of which its processes are children."""
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
 """How gloo says that another rank has ended or no longer answers."""
 LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 """Ranks of this machine, as launchers say it."""
+ADDRESS_OF_INTERFACE = 0x8915  # Linux's SIOCGIFADDR
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 HEAD_START = 3.0  # seconds in which a launcher that knows more ends this process
 MEETING = 300.0  # seconds in which all processes must come
+SHOWN = 8  # absent ranks in one message
 PAUSE = 0.2  # seconds between two looks
 
 
@@ -211,10 +219,29 @@ def stay_inside() -> None:
     inside = ranks in ("1", *(os.environ.get(name) for name in LOCAL_RANKS))
     inside = inside or os.environ.get("SLURM_NNODES") == "1"
     if not (inside or _is_loopback(os.environ.get("MASTER_ADDR", ""))):
+        _reach_others()
         return
     if "lo" in {name for _, name in socket.if_nameindex()}:
         for name in INTERFACES:
             os.environ.setdefault(name, "lo")
+
+
+def _reach_others() -> None:
+    """Let gloo use the interface that leads to MASTER_ADDR where this machine's name is loopback's.
+
+    Debian writes such a name into /etc/hosts. gloo listens at the address of the name, where no
+    other machine can reach it.
+    """
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        if not _is_loopback(socket.gethostbyname(socket.gethostname())):
+            return
+        probe.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing; any port will do
+        address = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without address
+                answer = fcntl.ioctl(probe, ADDRESS_OF_INTERFACE, struct.pack("40s", name.encode()))
+                if answer[20:24] == address:
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _is_loopback(host: str) -> bool:
@@ -227,32 +254,45 @@ def _is_loopback(host: str) -> bool:
 
 
 def _meet(rank: int, ranks: int) -> Store:
-    """Wait, but not for ever, until every rank has come; raises UserError if one does not."""
+    """Wait, but not for ever, until every rank has come; raises UserError that names the absent."""
     host, port = os.environ["MASTER_ADDR"], number("MASTER_PORT")
     first = rank == 0
+    listening = None
     end = time.monotonic() + MEETING
-    try:
-        while not first:  # torch's own attempts would print a stack each
-            try:
+    while True:
+        try:
+            if first and _is_loopback(host):
+                listening = socket.create_server((host, port)).detach()  # torch closes it
+            elif not first:
                 socket.create_connection((host, port), timeout=5).close()
-                break
-            except OSError:
-                if time.monotonic() > end:
-                    raise
+            break
+        except OSError as fault:
+            if first or time.monotonic() > end:
+                raise UserError(
+                    f"MASTER_ADDR: the processes cannot meet at {host}:{port} ({in_words(fault)})"
+                    " - start rank 0 there, with a port that no other program uses"
+                ) from None
+        time.sleep(PAUSE)
+    try:
+        place = TCPStore(
+            host, port, ranks, is_master=first, wait_for_workers=False, master_listen_fd=listening
+        )
+        place.set(f"here/{rank}", "")
+        absent = list(range(ranks))
+        while absent := [
+            absent_rank for absent_rank in absent if not place.check([f"here/{absent_rank}"])
+        ]:
+            if time.monotonic() > end:
+                raise UserError(
+                    f"ranks: {', '.join(map(str, absent[:SHOWN]))} of {ranks} have not come to"
+                    f" {host}:{port} within {MEETING:g} seconds - start all of them with this"
+                    " address and port, or let WORLD_SIZE be the number that you start"
+                )
             time.sleep(PAUSE)
-        listening = None
-        if first and _is_loopback(host):
-            listening = socket.create_server((host, port)).detach()  # torch closes it
-        patience = timedelta(seconds=MEETING)
-        place = TCPStore(host, port, ranks, first, patience, master_listen_fd=listening)
-        if first:  # it has waited for all others
-            place.set("all are here", "")
-        place.wait(["all are here"])
-    except (OSError, RuntimeError) as fault:  # torch names how many have come
+    except RuntimeError as fault:  # the first has gone, and its store with it; or the port is taken
         raise UserError(
-            f"MASTER_ADDR: the {ranks} processes of WORLD_SIZE cannot meet at {host}:{port}"
-            f" ({in_words(fault)}) - start all of them, rank 0 there, with a port that no other"
-            " program uses"
+            f"ranks: rank 0 has ended, or cannot use the port {port} ({in_words(fault)}) - see its"
+            " message, and start all again"
         ) from None
     return place
 
@@ -270,8 +310,7 @@ def left_at_the_end() -> Iterator[None]:
         yield
         completed = True
     except RuntimeError as fault:
-        is_lost = any(words in str(fault) for words in LOST)
-        if not (is_lost and torch.distributed.is_initialized()):
+        if not (_says_lost(fault) and torch.distributed.is_initialized()):
             raise
         time.sleep(HEAD_START)
         raise UserError(
@@ -286,29 +325,61 @@ def left_at_the_end() -> Iterator[None]:
             deepspeed.comm.destroy_process_group()
 
 
+def _says_lost(fault: Exception) -> bool:
+    return any(words in str(fault) for words in LOST)
+
+
 def learn_place() -> None:
     """Let RANK, WORLD_SIZE and LOCAL_RANK be what the launcher of this process says.
 
     Without a launcher it is alone, whatever its environment has: Slurm gives a job's script the
     variables of all its processes, and every process hands on what it got.
     """
-    environment = os.environ
     if torch.distributed.is_initialized():
         return
+    environment = os.environ
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and _torchrun_has_ended():
+        _forget(*PLACE, *MEETING_PLACE, "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
     if {"RANK", "WORLD_SIZE", *MEETING_PLACE} <= environment.keys():
         return
-    names = OPEN_MPI
+    names = None
     if "SLURM_STEP_ID" in environment:  # only srun gives it
         names = SLURM if SLURM[1] in environment else ("SLURM_PROCID", "SLURM_NTASKS", SLURM[2])
-    if environment.get(names[1], "1") != "1":
+    elif OPEN_MPI[1] in environment:
+        names = OPEN_MPI if _is_below_mpirun() else None
+        if names is None:
+            _forget(*OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    if names is not None and environment.get(names[1], "1") != "1":
         for name, source in zip(PLACE, names, strict=True):
             environment[name] = environment.get(source, "")
     elif "WORLD_SIZE" in environment:
-        removed = [name for name in (*PLACE, "LOCAL_WORLD_SIZE") if environment.pop(name, None)]
-        logger.warning(
-            f"{', '.join(removed)}: inherited, for no launcher has started this process; it runs"
-            " alone"
-        )
+        _forget(*PLACE, "LOCAL_WORLD_SIZE")
+
+
+def _forget(*names: str) -> None:
+    """Remove variables of a launcher that did not start this process."""
+    removed = [name for name in names if os.environ.pop(name, None) is not None]
+    logger.warning(
+        f"{', '.join(removed)}: inherited, for no launcher has started this process; it runs alone"
+    )
+
+
+def _torchrun_has_ended() -> bool:
+    """Whether nothing listens at the store that torchrun opens before it starts processes."""
+    try:
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        socket.create_connection(place, timeout=5).close()
+    except (OSError, ValueError, LookupError, OverflowError) as fault:
+        return isinstance(fault, ConnectionRefusedError | LookupError)
+    return False
+
+
+def _is_below_mpirun() -> bool:
+    import psutil  # only here: most processes have no such variables
+
+    with suppress(psutil.Error):
+        return any(process.name() in MPIRUN for process in psutil.Process().parents())
+    return False
 
 
 def free_port() -> int:
@@ -353,3 +424,46 @@ def owned_by_first(grid: Grid, *places: AbstractContextManager[None]) -> Iterato
                 for place in places:
                     stack.enter_context(place)
         yield
+
+
+@contextmanager
+def ended_together(grid: Grid) -> Iterator[None]:
+    """A block in which a fault of any rank ends all of them with one message; every rank enters it.
+
+    The others may be inside an exchange, which nothing interrupts: a thread of each looks for the
+    message, and ends its process.
+    """
+    if grid.ranks == 1:
+        yield
+        return
+    joined: Any = _get_default_store()
+    store = PrefixStore("fault", joined.clone())  # one for the thread, which torch asks for
+    over = threading.Event()
+
+    def watch() -> None:
+        try:
+            while not store.check(["message"]):
+                if over.wait(PAUSE):
+                    return
+            message = store.get("message").decode()
+        except RuntimeError:  # the first process has gone, and its store: the exchange says so
+            return
+        if grid.first:
+            print_line(message)
+        else:  # a launcher asks the first that ends for its message
+            time.sleep(HEAD_START)
+        time.sleep(HEAD_START)
+        os._exit(1)
+
+    watching = threading.Thread(target=watch, daemon=True)
+    watching.start()
+    try:
+        yield
+    except Exception as fault:
+        if not _says_lost(fault):
+            place = "" if grid.first else f"rank {grid.rank}: "
+            store.set("message", place + message_of(fault))
+            watching.join()
+        raise
+    finally:
+        over.set()

@@ -6,8 +6,9 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import Barrier
+from threading import Barrier, Timer
 
+import psutil
 import pytest
 import torch
 
@@ -45,28 +46,34 @@ STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
 SCRIPT = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 BY_MPI = dict(zip(OPEN_MPI, ("3", "8", "1"), strict=True))
 MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+ELASTIC = PLACE | MEETING | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 THIRD_OF_EIGHT = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
 
 
 @pytest.mark.parametrize(
-    ("variables", "place"),
+    ("variables", "below_mpirun", "place"),
     [
-        ({}, {}),
-        (STEP | {"SLURM_STEP_NUM_TASKS": "8"}, THIRD_OF_EIGHT),
-        (STEP | {"SLURM_NTASKS": "8", "WORLD_SIZE": "16"} | MEETING, THIRD_OF_EIGHT),
-        (SCRIPT, {}),
-        (SCRIPT | MEETING, {}),
+        ({}, False, {}),
+        (STEP | {"SLURM_STEP_NUM_TASKS": "8"}, False, THIRD_OF_EIGHT),
+        (STEP | {"SLURM_NTASKS": "8", "WORLD_SIZE": "16"} | MEETING, False, THIRD_OF_EIGHT),
+        (SCRIPT, False, {}),
+        (SCRIPT | MEETING, False, {}),
         # A shell of salloc is a step of one process in a job of several.
-        (SCRIPT | {"SLURM_STEP_ID": "9", "SLURM_STEP_NUM_TASKS": "1"} | MEETING, {}),
-        (BY_MPI, THIRD_OF_EIGHT),
-        ({"WORLD_SIZE": "8"} | MEETING, {}),
-        ({"RANK": "0", "WORLD_SIZE": "8"}, {}),
-        (PLACE, {name: PLACE[name] for name in grid.PLACE}),
+        (SCRIPT | {"SLURM_STEP_ID": "9", "SLURM_STEP_NUM_TASKS": "1"} | MEETING, False, {}),
+        (BY_MPI, True, THIRD_OF_EIGHT),
+        (BY_MPI | MEETING, False, {}),
+        ({"WORLD_SIZE": "8"} | MEETING, False, {}),
+        ({"RANK": "0", "WORLD_SIZE": "8"}, False, {}),
+        (ELASTIC, False, {}),
+        (PLACE, False, {name: PLACE[name] for name in grid.PLACE}),
     ],
 )
-def test_a_process_that_no_launcher_started_is_alone(variables, place, environment, monkeypatch):
+def test_a_process_that_no_launcher_started_is_alone(
+    variables, below_mpirun, place, environment, monkeypatch
+):
     # An earlier test of this process may have left its group open.
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(grid, "MPIRUN", {psutil.Process().parent().name()} if below_mpirun else {})
     environment |= variables
     for _ in range(2):
         learn_place()
@@ -92,20 +99,34 @@ def test_a_wrong_environment_is_one_message(environment):
         assert fault_of(connect).startswith(message)
 
 
-def test_a_meeting_place_that_cannot_be_used_or_that_not_all_reach_is_named(environment):
+def test_a_meeting_place_that_cannot_be_used_is_named(environment):
     port = free_port()
     environment |= PLACE | {"MASTER_PORT": str(port)}
-    start = f"MASTER_ADDR: the 2 processes of WORLD_SIZE cannot meet at 127.0.0.1:{port} ("
+    start = f"MASTER_ADDR: the processes cannot meet at 127.0.0.1:{port} ("
     assert fault_of(lambda: grid._meet(1, 2)).startswith(start)  # nobody is there
-    message = fault_of(lambda: grid._meet(0, 2))
-    assert message.startswith(f"{start}Timed out after")
-    assert "1/2 clients joined" in message
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port))
         taken.listen()
         message = fault_of(lambda: grid._meet(0, 2))
     assert message.startswith(f"{start}Address already in use")
-    assert message.endswith("rank 0 there, with a port that no other program uses")
+    assert message.endswith(" - start rank 0 there, with a port that no other program uses")
+
+
+def test_the_first_process_says_who_is_missing_and_the_others_end_with_it(environment):
+    port = free_port()
+    environment |= PLACE | {"MASTER_PORT": str(port)}
+    assert fault_of(lambda: grid._meet(0, 3)) == (
+        f"ranks: 1, 2 of 3 have not come to 127.0.0.1:{port} within 0.5 seconds - start all of them"
+        " with this address and port, or let WORLD_SIZE be the number that you start"
+    )
+    place = grid.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    environment["MASTER_PORT"] = str(place.port)
+    ended = Timer(0.2, lambda: places.clear())
+    places = [place]
+    del place
+    ended.start()
+    message = fault_of(lambda: grid._meet(1, 2))
+    assert message.startswith("ranks: rank 0 has ended, or cannot use the port ")
 
 
 def test_a_rank_that_ends_or_is_silent_is_one_message(monkeypatch):

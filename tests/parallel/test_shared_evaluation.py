@@ -80,7 +80,7 @@ def test_a_size_that_is_given_and_does_not_divide_the_ranks_is_refused(corpus, t
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_fault_of_one_rank_ends_all(forks, corpus, tmp_path, own_registry, size):
+def test_a_fault_of_one_rank_ends_all_with_its_message(forks, corpus, tmp_path, own_registry, size):
     code = tmp_path / "own.py"
     code.write_text(FAILING)
     words = ["pos_emb=failing_encoding", f"pos_emb_file={code}"]
@@ -94,3 +94,4 @@ def test_a_fault_of_one_rank_ends_all(forks, corpus, tmp_path, own_registry, siz
     assert [fault.partition(" - ")[0] for fault in faults] == [
         "rank 1: eval_batch_tokens: 1 x 96 tokens do not fit into the device's memory"
     ]
+    assert "ranks:" not in log.read_text()
