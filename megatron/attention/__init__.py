@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron.attention.documents import TOGETHER, by_document, stretches_of
+from megatron.attention.documents import TOGETHER, by_chunk, by_document, lengths_of_parts
 from megatron.attention.eager import eager
 from megatron.attention.sdpa import sdpa
 from megatron.attention.self_check import check
@@ -124,17 +123,26 @@ def attend(
 ) -> Tensor:
     """`attention`, with its options as a record."""
     terms = replace(terms, needs_lse=terms.sink is not None)
-    segments = terms.segments
     name = choose(backend, q, terms, narrow_values=k.shape != v.shape).backend
     compiling = torch.compiler.is_compiling()
-    # On the CPU a call for each document costs little. Chunks are counted from the window's start,
-    # and a compiler would begin anew for each batch.
-    one_by_one = name == "sdpa" and k.device.type == "cpu" and k.shape[2] > TOGETHER
-    one_by_one = one_by_one and terms.chunk is None and terms.scores is None and not compiling
-    if segments is not None and one_by_one:
-        rows = stretches_of(segments)
-        if rows is not None:
-            return by_document(partial(attend, backend=name), (q, k, v), terms, rows)
+    in_parts = name != "eager" and terms.scores is None  # a part of given scores cannot be asked
+
+    def attend_to_part(q: Tensor, k: Tensor, v: Tensor, part: Terms) -> Tensor:
+        return attend(q, k, v, part, name, self_check=self_check)
+
+    if terms.chunk is not None and in_parts:
+        if 2 * terms.chunk < k.shape[2]:
+            return by_chunk(attend_to_part, q, k, v, terms)
+        terms = replace(terms, chunk=None)  # it masks nothing
+    # On the CPU a call for each document costs little; a compiler would begin anew for each batch.
+    one_by_one = in_parts and name == "sdpa" and k.device.type == "cpu" and not compiling
+    if terms.segments is not None and one_by_one:
+        if (terms.segments == terms.segments[:, :1]).all():
+            terms = replace(terms, segments=None)
+        elif k.shape[2] > TOGETHER:
+            rows = lengths_of_parts(terms.segments)
+            if rows is not None:
+                return by_document(attend_to_part, q, k, v, terms, rows)
     if self_check and name not in TRUSTED and not compiling:
         check(name, BACKENDS[name], q, k, v, terms=terms)
     out, lse = BACKENDS[name](q, k, v, terms)

@@ -1,101 +1,84 @@
-"""Attention document by document: what a mask would leave out is not computed."""
+"""Attention in parts of a text: what a mask would leave out is not computed."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.attention.terms import Content, Terms
+from megatron.attention.terms import Terms
 
 TOGETHER = 256
 """Tokens up to which neighbouring documents are computed together, under a mask."""
+Attend = Callable[[Tensor, Tensor, Tensor, Terms], Tensor]
 
 
-class Stretch(NamedTuple):
-    """Keys start … end - 1 of a row: one document, or several short ones."""
+def by_chunk(attend: Attend, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
+    """`attend` on the queries of each chunk, and on its keys and those of the chunk before."""
+    assert terms.chunk is not None
+    queries, keys, chunk = q.shape[2], k.shape[2], terms.chunk
+    before = keys - queries  # keys without a query, of a cached text
+    outputs = []
+    for start in range(before // chunk * chunk, keys, chunk):
+        rows = slice(max(0, start - before), start + chunk - before)
+        columns = slice(max(0, start - chunk), start + chunk)
+        part = replace(terms.part(rows, columns), chunk=None)
+        outputs.append(attend(q[:, :, rows], k[:, :, columns], v[:, :, columns], part))
+    return torch.cat(outputs, dim=2)
 
-    start: int
-    end: int
-    is_one: bool
 
-    @property
-    def length(self) -> int:
-        return self.end - self.start
+def lengths_of_parts(segments: Tensor) -> list[list[int]] | None:
+    """Lengths of each row's documents, of short neighbours together.
 
-
-def stretches_of(segments: Tensor) -> list[list[Stretch]] | None:
-    """Each row cut where documents begin, or None if a document comes back after another one.
-
-    segments [batch, keys] int
+    segments [batch, keys] int; None if a document comes back after another one
     """
     rows = []
     for row in segments:
         documents, sizes = row.unique_consecutive(return_counts=True)
         if len(documents.unique()) < len(documents):
             return None
-        rows.append(list(_joined(sizes.tolist())))
+        lengths = [0]
+        for size in sizes.tolist():
+            if lengths[-1] + size <= TOGETHER:
+                lengths[-1] += size
+            else:
+                lengths.append(size)
+        rows.append(lengths)
     return rows
 
 
-def _joined(sizes: list[int]) -> Iterator[Stretch]:
-    """Documents of these sizes; neighbours are joined while together they are short."""
-    start = end = count = 0
-    for size in sizes:
-        if count and end + size - start > TOGETHER:
-            yield Stretch(start, end, count == 1)
-            start, count = end, 0
-        end += size
-        count += 1
-    yield Stretch(start, end, count == 1)
-
-
 def by_document(
-    attend: Callable[[Tensor, Tensor, Tensor, Terms], Tensor],
-    tensors: tuple[Tensor, Tensor, Tensor],
-    terms: Terms,
-    rows: list[list[Stretch]],
+    attend: Attend, q: Tensor, k: Tensor, v: Tensor, terms: Terms, rows: list[list[int]]
 ) -> Tensor:
-    """`attend` on each stretch of q, k and v by itself.
+    """`attend` on each part of a text by itself.
 
-    rows: of `stretches_of(terms.segments)`
+    rows: of `lengths_of_parts(terms.segments)`
     """
-    q, k, _ = tensors
-    if all(len(stretches) == 1 and stretches[0].is_one for stretches in rows):
-        return attend(*tensors, replace(terms, segments=None))
     before = k.shape[2] - q.shape[2]  # keys without a query, of a cached text
+    tensors = (q, k, v, *terms.tensors[2:])
     outputs = []
-    for number, stretches in enumerate(rows):
+    for number, key_counts in enumerate(rows):
         text = slice(number, number + 1)
-        key_counts = [stretch.length for stretch in stretches]
-        query_counts = [max(0, piece.end - max(piece.start, before)) for piece in stretches]
-        counts = (query_counts, key_counts, key_counts)
+        ends = list(accumulate(key_counts))
+        query_counts = [
+            min(count, max(0, end - before)) for count, end in zip(key_counts, ends, strict=True)
+        ]
         # Parts of a split: their gradients are joined once, those of slices would be added.
-        parts = [x[text].split(sizes, dim=2) for x, sizes in zip(tensors, counts, strict=True)]
-        content = _content_parts(terms.content, text, query_counts, key_counts)
+        parts: list[Any] = []
+        of_queries = (True, False, False, True, False, True)
+        for x, is_of_queries in zip(tensors, of_queries, strict=True):
+            counts = query_counts if is_of_queries else key_counts
+            parts.append([None] * len(ends) if x is None else x[text].split(counts, dim=2))
         outputs_of_row = []
-        for piece, content_of_piece, *piece_tensors in zip(stretches, content, *parts, strict=True):
-            if not piece_tensors[0].shape[2]:
+        for end, count, part_q, part_k, part_v, *content in zip(
+            ends, key_counts, *parts, strict=True
+        ):
+            if not part_q.shape[2]:
                 continue
-            own_terms = replace(terms, content=None).part(
-                slice(None), slice(piece.start, piece.end), text
-            )
-            segments = None if piece.is_one else own_terms.segments
-            own_terms = replace(own_terms, content=content_of_piece, segments=segments)
-            outputs_of_row.append(
-                attend(piece_tensors[0], piece_tensors[1], piece_tensors[2], own_terms)
-            )
+            part = replace(terms, content=None).part(slice(None), slice(end - count, end), text)
+            part = part.with_tensors(terms.bias, terms.weight, *content)
+            outputs_of_row.append(attend(part_q, part_k, part_v, part))
         outputs.append(torch.cat(outputs_of_row, dim=2))
     return torch.cat(outputs)
-
-
-def _content_parts(
-    content: Content | None, text: slice, queries: list[int], keys: list[int]
-) -> Sequence[Content | None]:
-    """The content of the stretches of a text, whose queries and keys are so many."""
-    if content is None:
-        return [None] * len(keys)
-    u = [None] * len(keys) if content.u is None else content.u[text].split(queries, dim=2)
-    split = u, content.w[text].split(keys, dim=2), content.own_w[text].split(queries, dim=2)
-    return [Content(*factors) for factors in zip(*split, strict=True)]

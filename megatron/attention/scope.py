@@ -24,34 +24,20 @@ class Scope:
     queries: int
     keys: int
     window: int | None = None
-    chunk: int | None = None
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, terms: Terms) -> "Scope":
-        return cls(q.shape[2], k.shape[2], terms.window, terms.chunk)
-
-    @property
-    def before(self) -> int:
-        """Keys before the first query."""
-        return self.keys - self.queries
+        return cls(q.shape[2], k.shape[2], terms.window)
 
     def blocks(self, size: int) -> Iterator["QueryBlock"]:
-        """Blocks of at most `size` queries; all queries of a block are in one chunk."""
-        start = 0
-        while start < self.queries:
+        """Blocks of at most `size` queries."""
+        before = self.keys - self.queries
+        for start in range(0, self.queries, size):
             end = min(start + size, self.queries)
             first_key = 0
-            if self.chunk is not None:
-                chunk = (self.before + start) // self.chunk
-                chunk_end = (chunk + 1) * self.chunk - self.before
-                end = min(end, chunk_end)
-                first_key = max(0, (chunk - 1) * self.chunk)
             if self.window is not None:
-                first_key = max(first_key, self.before + start - self.window + 1)
-            end_key = self.before + end
-            offset = self.queries - end + first_key
-            yield QueryBlock(start, end, first_key, end_key, offset)
-            start = end
+                first_key = max(0, before + start - self.window + 1)
+            yield QueryBlock(start, end, first_key, before + end, self.queries - end + first_key)
 
     def reversed_tables(self, terms: Terms, k: Tensor) -> tuple[Tensor, Tensor | None]:
         """Bias and weight as `QueryBlock.view` reads them, in float32 or wider.

@@ -48,8 +48,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor 
     queries, keys = q.shape[2], k.shape[2]
     if terms.window is not None and terms.window >= keys:
         terms = replace(terms, window=None)  # it masks nothing
-    if terms.chunk is not None and 2 * terms.chunk >= keys:
-        terms = replace(terms, chunk=None)
+    # Chunks stand beside given scores alone: `attend` computes all others one by one.
+    assert terms.chunk is None or terms.scores is not None
     added = terms.content is not None or terms.scores is not None
     if terms.is_causal_alone and not added and not terms.needs_lse and queries in (1, keys):
         return _fused(q, k, v, is_causal=queries == keys), None
@@ -136,7 +136,7 @@ def tiles(
     """See megatron.attention.attention. Under autograd every block's scores are kept."""
     recorded = torch.is_grad_enabled()
     content, on_cpu = terms.content, q.device.type == "cpu"
-    scope = _scope_of(q, k, terms)
+    scope = Scope.of(q, k, terms)
     batch, heads = q.shape[:2]
     bias, weight = scope.reversed_tables(terms, k)
     wide = bias.dtype
@@ -263,17 +263,11 @@ def exact_rows(content: Content | None, scope: Scope, most: int) -> int:
     return rows
 
 
-def _scope_of(q: Tensor, k: Tensor, terms: Terms) -> Scope:
-    """The scope of all blocks; those of given scores begin at multiples of BLOCK, in any chunk."""
-    return Scope.of(q, k, terms if terms.scores is None else replace(terms, chunk=None))
-
-
 def _masked(part: QueryBlock, terms: Terms, device: torch.device) -> Tensor | None:
     """True for keys that tables do not hide, the last query first: as `mask` has it."""
-    chunk = None if terms.scores is None else terms.chunk
-    if chunk is None and terms.segments is None:
+    if terms.chunk is None and terms.segments is None:
         return None
-    return mask(*part.indices(device), None, chunk, terms.segments)
+    return mask(*part.indices(device), None, terms.chunk, terms.segments)
 
 
 def _given_scores(block_scores: Scores, part: QueryBlock) -> Tensor:
@@ -342,7 +336,7 @@ def gradients(
     wants: of which tensors gradients are wanted. Tensors of given scores get theirs as `grad`.
     """
     # Everything is [heads, batch, length, features], the last query first; tables are reversed.
-    scope, content, block_scores = _scope_of(q, k, terms), terms.content, None
+    scope, content, block_scores = Scope.of(q, k, terms), terms.content, None
     batch, heads, queries, head_dim = q.shape
     dtypes = q.dtype, k.dtype, v.dtype
     q, k, v = _heads_first(q.flip(2)), _heads_first(k), _heads_first(v)

@@ -25,13 +25,12 @@ def triton_attention(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Ten
     """See megatron.attention.attention; `refusal` gives no reason against it."""
     assert terms.index_bias is None
     assert terms.scores is None
-    keys, segments = k.shape[2], terms.segments
-    window, chunk = (min(size or keys, keys) for size in (terms.window, terms.chunk))
-    if segments is not None:
-        segments = segments.to(torch.int32).contiguous()
+    assert terms.chunk is None
+    keys = k.shape[2]
+    window = min(terms.window or keys, keys)
     bias, weight, u, w, _ = terms.tensors
     u, w = (None if x is None else x[..., 0] for x in (u, w))
-    out, lse = attention_op(q, k, v, bias, weight, segments, window, chunk, u, w)
+    out, lse = attention_op(q, k, v, bias, weight, terms.segments, window, u, w)
     return out, lse * math.log(2) if terms.needs_lse else None
 
 
@@ -68,16 +67,15 @@ def attention_op(
     weight: Tensor | None,
     segments: Tensor | None,
     window: int,
-    chunk: int,
     u: Tensor | None = None,
     w: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and lse, as `forward_pass` has them; the arguments are those of `Call`."""
-    return forward_pass(Call(q, k, v, bias, weight, segments, window, chunk, u, w))
+    return forward_pass(Call(q, k, v, bias, weight, segments, window, u, w))
 
 
 @attention_op.register_fake
-def _(q, k, v, bias, weight, segments, window, chunk, u=None, w=None):
+def _(q, k, v, bias, weight, segments, window, u=None, w=None):
     return empty_by_length(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -91,7 +89,6 @@ def attention_backward_op(
     weight: Tensor | None,
     segments: Tensor | None,
     window: int,
-    chunk: int,
     u: Tensor | None,
     w: Tensor | None,
     out: Tensor,
@@ -100,7 +97,7 @@ def attention_backward_op(
     dlse: Tensor,
 ) -> list[Tensor]:
     """Gradients of q, k, v, bias, weight, u and w; empty where there is or is wanted none."""
-    call = Call(q, k, v, bias, weight, segments, window, chunk, u, w)
+    call = Call(q, k, v, bias, weight, segments, window, u, w)
     gradients = backward_pass(dout, dlse, call, out, lse, wants_tables=wants_tables)
     numbers = []
     for gradient, x in zip(gradients, (q, k, v, bias, weight, u, w), strict=True):
@@ -114,7 +111,7 @@ def attention_backward_op(
 
 
 @attention_backward_op.register_fake
-def _(dout, q, k, v, bias, weight, segments, window, chunk, u, w, out, lse, wants_tables, dlse):
+def _(dout, q, k, v, bias, weight, segments, window, u, w, out, lse, wants_tables, dlse):
     numbers = [empty_by_length(x) for x in (q, k, v)]
     # Gradients of tables are contiguous, also where a table is not.
     for x in (*((bias, weight) if wants_tables else (None, None)), u, w):
@@ -123,19 +120,18 @@ def _(dout, q, k, v, bias, weight, segments, window, chunk, u, w, out, lse, want
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    *tensors, ctx.window, ctx.chunk, u, w = inputs
+    *tensors, ctx.window, u, w = inputs
     ctx.save_for_backward(*tensors, u, w, *output)
 
 
 def _backward(ctx, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
     *tensors, u, w, out, lse = ctx.saved_tensors
-    sizes = (ctx.window, ctx.chunk)
     wants_tables = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
     gradients = attention_backward_op(
-        dout, *tensors, *sizes, u, w, out, lse, wants_tables, dlse / math.log(2)
+        dout, *tensors, ctx.window, u, w, out, lse, wants_tables, dlse / math.log(2)
     )
     dq, dk, dv, dbias, dweight, du, dw = (x if x.numel() else None for x in gradients)
-    return dq, dk, dv, dbias, dweight, None, None, None, du, dw
+    return dq, dk, dv, dbias, dweight, None, None, du, dw
 
 
 attention_op.register_autograd(_backward, setup_context=_setup_context)

@@ -76,13 +76,13 @@ TILES = """
 """
 """A line for each compute capability (80 is an A100, 90 an H100 or H200), program, bytes of a
 number, and most columns: tiles as queries x keys / warps / stages. First those with nothing beside
-a bias, then with chunks or documents, then with a weight or a bias by content."""
+a bias, then with documents, then with a weight or a bias by content."""
 
 
 class Call:
     """The arguments that all programs of an attention share: see megatron.attention.attention.
 
-    bias, weight [heads, >= keys]; segments [batch, keys] int32; window, chunk: at most the keys;
+    bias, weight [heads, >= keys]; segments [batch, keys] int; window: at most the keys;
     u [batch, heads, queries], w [batch, heads, keys]
     """
 
@@ -95,7 +95,6 @@ class Call:
         weight: Tensor | None,
         segments: Tensor | None,
         window: int,
-        chunk: int,
         u: Tensor | None,
         w: Tensor | None,
     ) -> None:
@@ -103,7 +102,9 @@ class Call:
 
         heads, keys = k.shape[1:3]
         self.q, self.k, self.v = aligned(q), aligned(k), aligned(v)
-        self.segments = segments
+        self.begins = self.ends = None
+        if segments is not None:
+            self.begins, self.ends = document_bounds(segments.contiguous())
         # Both tables from distance 0 on; the bias is in base 2, with -inf where masked.
         table = torch.full((heads, keys + 2 * PAD), -math.inf, device=k.device)
         inside = slice(PAD, PAD + window)
@@ -127,7 +128,6 @@ class Call:
             "HEAD_DIM": q.shape[3],
             "COLUMNS": columns(q.shape[3]),
             "WEIGHT": weight is not None,
-            "CHUNK": chunk < keys,
             "SEGMENTS": segments is not None,
             "DIRECT": q.device.type == "cuda" and torch.version.cuda is not None,
             "PRECISION": "ieee" if ieee else "tf32",
@@ -135,7 +135,7 @@ class Call:
             "ONES": w is not None and u is None,
         }
         scale = math.log2(math.e) / math.sqrt(q.shape[3])
-        self.sizes = (self.bias.stride(0), heads, q.shape[2], keys, window, chunk, scale)
+        self.sizes = (self.bias.stride(0), heads, q.shape[2], keys, window, scale)
 
     def pointers(self, *tensors: Tensor | None) -> list[Tensor]:
         """Tensors for a program, which reads none that is absent."""
@@ -146,29 +146,11 @@ class Call:
         """The arguments that every program reads first."""
         content = (self.u, self.w, self.w_low)
         tables = (self.bias, self.weight)
-        return self.pointers(self.q, self.k, self.v, *tables, self.segments, *content)
+        return self.pointers(self.q, self.k, self.v, *tables, self.begins, *content)
 
     def strides(self, *more: Tensor) -> list[int]:
         """Of q, k, v and more tensors, but for the last dimension."""
         return [stride for x in (self.q, self.k, self.v, *more) for stride in x.stride()[:3]]
-
-    def first_keys(self, tiles: Tiles) -> Tensor | None:
-        """For every block of queries, the first key of its documents: [batch, blocks] int32.
-
-        Rounded down; None without documents.
-        """
-        if self.segments is None:
-            return None
-        overlap = _documents_overlap(self.segments, self.q.shape[2], tiles)
-        return (overlap.byte().argmax(2) * tiles.keys).to(torch.int32)
-
-    def last_queries(self, tiles: Tiles) -> Tensor | None:
-        """For every block of keys, the end of the queries of its documents: as `first_keys`."""
-        if self.segments is None:
-            return None
-        overlap = _documents_overlap(self.segments, self.q.shape[2], tiles)
-        blocks_after = overlap.byte().flip(1).argmax(1)
-        return ((overlap.shape[1] - blocks_after) * tiles.queries).to(torch.int32)
 
 
 def forward_pass(call: Call) -> tuple[Tensor, Tensor]:
@@ -180,7 +162,7 @@ def forward_pass(call: Call) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     tiles = tiles_for("forward", q, call.flags)
     grid = (blocks_of(q.shape[2], tiles.queries), q.shape[0] * q.shape[1])
-    written = call.pointers(call.first_keys(tiles), out, lse)
+    written = (out, lse)
     with torch.cuda.device_of(q):
         forward[grid](
             *call.inputs, *written, *call.strides(), *call.sizes, **call.flags, **tiles.launch
@@ -213,7 +195,7 @@ def backward_pass(
         pairs = dout.shape[0] * dout.shape[1]
         key_gradients[(blocks_of(call.k.shape[2], tiles.keys), pairs)](
             *call.inputs,
-            *call.pointers(call.last_queries(tiles), lse, dout, delta, dk, dv, dw),
+            *call.pointers(call.ends, lse, dout, delta, dk, dv, dw),
             *call.strides(dout),
             *call.sizes,
             **call.flags,
@@ -239,8 +221,7 @@ def _query_gradient(
 
     batch, heads, queries, _ = call.q.shape
     pairs = batch * heads
-    window, chunk = call.sizes[4:6]
-    distances = min(window, 2 * chunk)
+    distances = call.sizes[4]  # of the window
     program = "query_and_table_gradients" if tables else "query_gradient"
     tiles = tiles_for(program, call.q, call.flags)
     blocks = blocks_of(queries, tiles.queries)
@@ -248,7 +229,7 @@ def _query_gradient(
     pieces = pairs
     if tables:
         pieces = max(1, min(pairs, MOST_SUMS // (tables * blocks * written)))
-    pointers = [*call.inputs, *call.pointers(call.first_keys(tiles), *tensors)]
+    pointers = [*call.inputs, *call.pointers(*tensors)]
     totals = call.bias.new_empty((tables, pairs, written))
     for first in range(0, pairs, pieces):
         count = min(pieces, pairs - first)
@@ -264,23 +245,12 @@ def _query_gradient(
     return totals.unflatten(1, (batch, heads)).sum(1)[:, :, :distances]
 
 
-def _documents_overlap(segments: Tensor, queries: int, tiles: Tiles) -> Tensor:
-    """Whether the ranges of documents in two blocks overlap: [batch, query blocks, key blocks]."""
-    keys = segments.shape[1]
-    first_document, last_document = _document_ranges(segments, keys - queries, tiles.queries)
-    first_of_keys, last_of_keys = _document_ranges(segments, 0, tiles.keys)
-    starts_before_end = first_document[:, :, None] <= last_of_keys[:, None]
-    ends_after_start = first_of_keys[:, None] <= last_document[:, :, None]
-    return starts_before_end & ends_after_start
-
-
-def _document_ranges(segments: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
-    """Lowest and highest document of every block of tokens from `first` on: [batch, blocks]."""
-    keys = segments.shape[1]
-    count = blocks_of(keys - first, size) * size
-    index = first + torch.arange(count, device=segments.device)
-    in_blocks = segments[:, index.clamp(max=keys - 1)].unflatten(1, (-1, size))
-    return in_blocks.aminmax(dim=2)
+def document_bounds(segments: Tensor) -> tuple[Tensor, Tensor]:
+    """First token of each token's document, and the end of it: [batch, keys] int32 each."""
+    in_order, index = segments.sort(dim=1, stable=True)
+    first = torch.searchsorted(in_order, segments)
+    last = torch.searchsorted(in_order, segments, right=True) - 1
+    return index.gather(1, first).int(), index.gather(1, last).int() + 1
 
 
 def blocks_of(length: int, size: int) -> int:
@@ -330,7 +300,7 @@ def tiles_for(program: str, q: Tensor, flags: dict[str, Any]) -> Tiles:
     bias, masked, weighted = all_tiles()[capability, program, q.element_size(), most]
     if flags["WEIGHT"] or flags["CONTENT"]:
         return weighted
-    return masked if flags["CHUNK"] or flags["SEGMENTS"] else bias
+    return masked if flags["SEGMENTS"] else bias
 
 
 def columns(head_dim: int) -> int:

@@ -6,11 +6,12 @@ ragged ends, and no read is out of bounds. Scores are in base 2 (bias and `scale
 
 Shapes and names are those of megatron.attention. Tiles are [BLOCK_Q, BLOCK_K]; COLUMNS is head_dim
 rounded up to a power of two. `position` is a query's index among the keys, `row` its index among
-the queries. `bounds` says for every text of the batch and block where the keys or queries of its
-documents begin or end. A prefix d means the gradient of the loss: dout, dq, dscores.
+the queries. `begins` and `ends` [batch, keys] say where the document of each token begins and
+ends: tokens of one document have one beginning. A prefix d means the gradient of the loss: dout,
+dq, dscores.
 
 Outputs are laid out as [batch, length, heads, head_dim], statistics of rows (lse, delta) as
-[batch, heads, queries]. The flags WEIGHT, CHUNK and SEGMENTS say which pointers are read,
+[batch, heads, queries]. The flags WEIGHT and SEGMENTS say which pointers are read,
 DIRECT how tables are (see `_read`), TABLES whether gradients of tables are wanted.
 
 A bias by content is u [batch, heads, queries] times w [batch, heads, keys]. CONTENT says how many
@@ -25,6 +26,7 @@ import triton
 import triton.language as tl
 
 PAD = 512  # twice the sum of both tile sizes: a load one tile ahead is in bounds too
+NO_TOKEN = tl.constexpr(2**31 - 1)
 LOG_2 = tl.constexpr(0.6931471805599453)  # scores without the log2 e that `scale` includes
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -65,8 +67,8 @@ def _read(address, DIRECT: tl.constexpr):
 
 
 @triton.jit
-def _tokens(segments, w, w_low, index, valid, SEGMENTS: tl.constexpr, CONTENT: tl.constexpr):
-    """Of tokens by their index among the keys: index, document, and w as two float32 numbers.
+def _tokens(begins, w, w_low, index, valid, SEGMENTS: tl.constexpr, CONTENT: tl.constexpr):
+    """Of tokens by their index among the keys: the document, and w as two float32 numbers.
 
     A number that is not stored is 0, and what no program uses may be anything.
     """
@@ -74,12 +76,12 @@ def _tokens(segments, w, w_low, index, valid, SEGMENTS: tl.constexpr, CONTENT: t
     high = tl.zeros(index.shape, tl.float32)
     low = tl.zeros(index.shape, tl.float32)
     if SEGMENTS:
-        document = tl.load(segments + index, mask=valid, other=0)
+        document = tl.load(begins + index, mask=valid, other=NO_TOKEN)
     if CONTENT > 0:
         high = tl.load(w + index, mask=valid, other=0.0)
     if CONTENT > 1:
         low = tl.load(w_low + index, mask=valid, other=0.0)
-    return index, document, high, low
+    return document, high, low
 
 
 @triton.jit
@@ -93,9 +95,8 @@ def _read_u(u, row, valid, CONTENT: tl.constexpr, ONES: tl.constexpr):
 
 @triton.jit
 def _scores(
-    product, query, row_u, key, distance, bias, weight, chunk, AXIS: tl.constexpr,
-    WEIGHT: tl.constexpr, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr, DIRECT: tl.constexpr,
-    CONTENT: tl.constexpr,
+    product, query, row_u, key, distance, bias, weight, AXIS: tl.constexpr,
+    WEIGHT: tl.constexpr, SEGMENTS: tl.constexpr, DIRECT: tl.constexpr, CONTENT: tl.constexpr,
 ):  # fmt: skip
     """Scores in base 2 with -inf where masked, the factor of the products, and what u multiplied.
 
@@ -104,17 +105,13 @@ def _scores(
     with the digits that both have: every program subtracts the same number whatever its tiles, and
     lse means the same in all.
     """
-    position, query_document, own_high, own_low = query
-    index, document, high, low = key
+    query_document, own_high, own_low = query
+    document, high, low = key
     factor = product
     if WEIGHT:
         factor = _read(weight + distance, DIRECT)
         product = product * factor
     scores = product + _read(bias + distance, DIRECT)
-    if CHUNK:
-        query_side = tl.expand_dims(position // chunk, AXIS)
-        chunks_between = query_side - tl.expand_dims(index // chunk, 1 - AXIS)
-        scores = tl.where(chunks_between > 1, float("-inf"), scores)
     if SEGMENTS:
         query_side = tl.expand_dims(query_document, AXIS)
         is_other = query_side != tl.expand_dims(document, 1 - AXIS)
@@ -129,50 +126,47 @@ def _scores(
 
 
 @triton.jit
-def _of_pair(pair, heads, queries, keys, bias, weight, table_row, segments, u, w, w_low):
+def _of_pair(pair, heads, queries, keys, bias, weight, table_row, begins, u, w, w_low):
     """batch, head and pair of both, and where the numbers of one pair begin."""
     pair = pair.to(tl.int64)
     batch = pair // heads
     head = pair % heads
     bias += head * table_row
     weight += head * table_row
-    segments += batch * keys
+    begins += batch * keys
     u += pair * queries
     w += pair * keys
     w_low += pair * keys
-    return batch, head, pair, bias, weight, segments, u, w, w_low
+    return batch, head, pair, bias, weight, begins, u, w, w_low
 
 
 @triton.jit
 def _visible_keys(
-    block, batch, bounds, before, keys, window, chunk,
-    BLOCK_Q: tl.constexpr, SEGMENTS: tl.constexpr,
-):  # fmt: skip
+    block, document, before, keys, window, BLOCK_Q: tl.constexpr, SEGMENTS: tl.constexpr
+):
     """The keys that some query of a block may attend to: first, end."""
     start = before + block * BLOCK_Q
-    first_of_window = start - window + 1
-    first_of_chunk = (start // chunk - 1) * chunk
-    first = tl.maximum(tl.maximum(first_of_window, first_of_chunk), 0)
+    first = tl.maximum(start - window + 1, 0)
     if SEGMENTS:
-        first = tl.maximum(first, tl.load(bounds + batch * tl.num_programs(0) + block))
+        first = tl.maximum(first, tl.min(document, 0))
     end = tl.minimum(start + BLOCK_Q, keys)
     return first, end
 
 
 @triton.jit
 def forward(
-    q, k, v, bias, weight, segments, u, w, w_low, bounds, out, lse,
+    q, k, v, bias, weight, begins, u, w, w_low, out, lse,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    table_row, heads, queries, keys, window, chunk, scale,
+    table_row, heads, queries, keys, window, scale,
     HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    WEIGHT: tl.constexpr, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr, DIRECT: tl.constexpr,
+    WEIGHT: tl.constexpr, SEGMENTS: tl.constexpr, DIRECT: tl.constexpr,
     PRECISION: tl.constexpr, CONTENT: tl.constexpr, ONES: tl.constexpr,
 ):  # fmt: skip
     """One block of queries: out, and lse, the log2 of each row's sum of exponentials in base 2."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
     # Triton 3.7 types the call of a program as one that never returns.
-    batch, head, pair, bias, weight, segments, u, w, w_low = _of_pair(  # pyright: ignore
-        tl.program_id(1), heads, queries, keys, bias, weight, table_row, segments, u, w, w_low
+    batch, head, pair, bias, weight, begins, u, w, w_low = _of_pair(  # pyright: ignore
+        tl.program_id(1), heads, queries, keys, bias, weight, table_row, begins, u, w, w_low
     )
     row = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     valid = row < queries
@@ -187,10 +181,8 @@ def forward(
     total = tl.zeros([BLOCK_Q], tl.float32)
     result = tl.zeros([BLOCK_Q, COLUMNS], tl.float32)
     row_u = _read_u(u, row, valid, CONTENT, ONES)
-    query = _tokens(segments, w, w_low, position, valid, SEGMENTS, CONTENT)
-    first, end = _visible_keys(
-        block, batch, bounds, keys - queries, keys, window, chunk, BLOCK_Q, SEGMENTS
-    )
+    query = _tokens(begins, w, w_low, position, valid, SEGMENTS, CONTENT)
+    first, end = _visible_keys(block, query[0], keys - queries, keys, window, BLOCK_Q, SEGMENTS)
     distance = tl.arange(0, BLOCK_Q)[:, None] - tl.arange(0, BLOCK_K)[None, :]
     for start in range(first, end, BLOCK_K):
         tile_distance = keys - queries + block * BLOCK_Q - start
@@ -198,10 +190,10 @@ def forward(
         inside = index < keys
         k_tile = _load(k, k_row, index, inside, column, HEAD_DIM)
         product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
-        key = _tokens(segments, w, w_low, index, inside, SEGMENTS, CONTENT)
+        key = _tokens(begins, w, w_low, index, inside, SEGMENTS, CONTENT)
         scores, _, _ = _scores(
             product, query, row_u, key, distance, bias + tile_distance, weight + tile_distance,
-            chunk, 1, WEIGHT, CHUNK, SEGMENTS, DIRECT, CONTENT,
+            1, WEIGHT, SEGMENTS, DIRECT, CONTENT,
         )  # fmt: skip
         higher = tl.maximum(highest, tl.max(scores, 1))
         probabilities = tl.exp2(scores - higher[:, None])  # not yet divided by their sum
@@ -245,13 +237,13 @@ def _store_distances(sums, first, values):
 
 @triton.jit(do_not_specialize=["first_pair"])
 def query_gradient(
-    q, k, v, bias, weight, segments, u, w, w_low, bounds, out, lse, dout, dlse, delta, dq, du,
+    q, k, v, bias, weight, begins, u, w, w_low, out, lse, dout, dlse, delta, dq, du,
     dbias, dweight,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     dout_batch, dout_head, dout_row,
-    table_row, heads, queries, keys, window, chunk, scale, first_pair, distances,
+    table_row, heads, queries, keys, window, scale, first_pair, distances,
     HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    WEIGHT: tl.constexpr, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr, DIRECT: tl.constexpr,
+    WEIGHT: tl.constexpr, SEGMENTS: tl.constexpr, DIRECT: tl.constexpr,
     PRECISION: tl.constexpr, TABLES: tl.constexpr, CONTENT: tl.constexpr,
     ONES: tl.constexpr,
 ):  # fmt: skip
@@ -262,7 +254,7 @@ def query_gradient(
     distance is written once. Tiles are square then.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
-    batch, head, pair, bias, weight, segments, u, w, w_low = _of_pair(  # pyright: ignore
+    batch, head, pair, bias, weight, begins, u, w, w_low = _of_pair(  # pyright: ignore
         first_pair + tl.program_id(1),
         heads,
         queries,
@@ -270,7 +262,7 @@ def query_gradient(
         bias,
         weight,
         table_row,
-        segments,
+        begins,
         u,
         w,
         w_low,
@@ -301,10 +293,8 @@ def query_gradient(
     dweight_far = tl.zeros([BLOCK_K], tl.float32)
     tile_distance = 0
     row_u = _read_u(u, row, valid, CONTENT, ONES)
-    query = _tokens(segments, w, w_low, position, valid, SEGMENTS, CONTENT)
-    first, end = _visible_keys(
-        block, batch, bounds, keys - queries, keys, window, chunk, BLOCK_Q, SEGMENTS
-    )
+    query = _tokens(begins, w, w_low, position, valid, SEGMENTS, CONTENT)
+    first, end = _visible_keys(block, query[0], keys - queries, keys, window, BLOCK_Q, SEGMENTS)
     distance = tl.arange(0, BLOCK_Q)[:, None] - tl.arange(0, BLOCK_K)[None, :]
     for start in range(first, end, BLOCK_K):
         tile_distance = keys - queries + block * BLOCK_Q - start
@@ -313,10 +303,10 @@ def query_gradient(
         k_tile = _load(k, k_row, index, inside, column, HEAD_DIM)
         v_tile = _load(v, v_row, index, inside, column, HEAD_DIM)
         product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
-        key = _tokens(segments, w, w_low, index, inside, SEGMENTS, CONTENT)
+        key = _tokens(begins, w, w_low, index, inside, SEGMENTS, CONTENT)
         scores, factor, near = _scores(
             product, query, row_u, key, distance, bias + tile_distance, weight + tile_distance,
-            chunk, 1, WEIGHT, CHUNK, SEGMENTS, DIRECT, CONTENT,
+            1, WEIGHT, SEGMENTS, DIRECT, CONTENT,
         )  # fmt: skip
         probabilities = tl.exp2(scores - row_lse[:, None])
         dprobabilities = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
@@ -347,18 +337,18 @@ def query_gradient(
 
 @triton.jit
 def key_gradients(
-    q, k, v, bias, weight, segments, u, w, w_low, bounds, lse, dout, delta, dk, dv, dw,
+    q, k, v, bias, weight, begins, u, w, w_low, ends, lse, dout, delta, dk, dv, dw,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     dout_batch, dout_head, dout_row,
-    table_row, heads, queries, keys, window, chunk, scale,
+    table_row, heads, queries, keys, window, scale,
     HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    WEIGHT: tl.constexpr, CHUNK: tl.constexpr, SEGMENTS: tl.constexpr, DIRECT: tl.constexpr,
+    WEIGHT: tl.constexpr, SEGMENTS: tl.constexpr, DIRECT: tl.constexpr,
     PRECISION: tl.constexpr, CONTENT: tl.constexpr, ONES: tl.constexpr,
 ):  # fmt: skip
     """One block of keys: dk, dv and dw; tiles are [BLOCK_K, BLOCK_Q], the left side of tl.dot."""
     block = tl.program_id(0)  # the longest first
-    batch, head, pair, bias, weight, segments, u, w, w_low = _of_pair(  # pyright: ignore
-        tl.program_id(1), heads, queries, keys, bias, weight, table_row, segments, u, w, w_low
+    batch, head, pair, bias, weight, begins, u, w, w_low = _of_pair(  # pyright: ignore
+        tl.program_id(1), heads, queries, keys, bias, weight, table_row, begins, u, w, w_low
     )
     before = keys - queries
     key = block * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -368,18 +358,17 @@ def key_gradients(
     dout += batch * dout_batch + head * dout_head
     lse += pair * queries
     delta += pair * queries
-    key_tokens = _tokens(segments, w, w_low, key, valid, SEGMENTS, CONTENT)
+    key_tokens = _tokens(begins, w, w_low, key, valid, SEGMENTS, CONTENT)
     k_tile = _load(k + batch * k_batch + head * k_head, k_row, key, valid, column, HEAD_DIM)
     v_tile = _load(v + batch * v_batch + head * v_head, v_row, key, valid, column, HEAD_DIM)
     dk_tile = tl.zeros([BLOCK_K, COLUMNS], tl.float32)
     dv_tile = tl.zeros([BLOCK_K, COLUMNS], tl.float32)
     key_dw = tl.zeros([BLOCK_K], tl.float32)
     last = block * BLOCK_K + BLOCK_K - 1
-    end_of_window = last + window
-    end_of_chunk = (last // chunk + 2) * chunk
-    end = tl.minimum(tl.minimum(end_of_window, end_of_chunk) - before, queries)
+    end = tl.minimum(last + window - before, queries)
     if SEGMENTS:
-        end = tl.minimum(end, tl.load(bounds + batch * tl.num_programs(0) + block))
+        last_end = tl.max(tl.load(ends + batch * keys + key, mask=valid, other=0), 0)
+        end = tl.minimum(end, last_end - before)
     distance = tl.arange(0, BLOCK_Q)[None, :] - tl.arange(0, BLOCK_K)[:, None]
     for start in range(tl.maximum(block * BLOCK_K - before, 0), end, BLOCK_Q):
         tile_distance = before + start - block * BLOCK_K
@@ -391,11 +380,11 @@ def key_gradients(
         row_lse = tl.load(lse + row, mask=inside, other=float("inf"))
         row_delta = tl.load(delta + row, mask=inside, other=0.0)
         product = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * scale
-        query = _tokens(segments, w, w_low, position, inside, SEGMENTS, CONTENT)
+        query = _tokens(begins, w, w_low, position, inside, SEGMENTS, CONTENT)
         row_u = _read_u(u, row, inside, CONTENT, ONES)
         scores, factor, _ = _scores(
             product, query, row_u, key_tokens, distance, bias + tile_distance,
-            weight + tile_distance, chunk, 0, WEIGHT, CHUNK, SEGMENTS, DIRECT, CONTENT,
+            weight + tile_distance, 0, WEIGHT, SEGMENTS, DIRECT, CONTENT,
         )  # fmt: skip
         probabilities = tl.exp2(scores - row_lse[None, :])
         rounded = probabilities.to(dout_tile.dtype)

@@ -34,7 +34,7 @@ FLOATS = {
     "dw",
 }
 MATRICES = {"q", "k", "v", "out", "dout", "dq", "dk", "dv"}
-OFF = ("WEIGHT", "CHUNK", "SEGMENTS", "CONTENT", "ONES")
+OFF = ("WEIGHT", "SEGMENTS", "CONTENT", "ONES")
 
 
 def build(name: str, arch: int, tiles: Tiles) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def build(name: str, arch: int, tiles: Tiles) -> dict[str, Any]:
             kind = "constexpr"
         elif argument.name in FLOATS:
             kind = "*fp32"
-        elif argument.name in ("segments", "bounds"):
+        elif argument.name in ("begins", "ends"):
             kind = "*i32"
         elif argument.name in MATRICES:
             kind = "*bf16"

@@ -26,7 +26,7 @@ LAYOUTS = ((0, 1, 2, 3), (0, 2, 1, 3), (0, 1, 3, 2))
 class Case:
     """The sizes and options of an attention.
 
-    keys of a query: those of its window, of its chunk and the one before, of its document
+    keys of a query: those of its window, of its document
     bias: how the table falls with distance; documents: how many at most, 0 for no segments
     content: the rank of a bias by content, 0 for none; ones: it has no u
     learned: whether tables and content get gradients; lse: whether it is compared too
@@ -41,7 +41,6 @@ class Case:
     bias: str | None = "rough"
     weight: bool = False
     window: int | None = None
-    chunk: int | None = None
     documents: int = 0
     content: int = 0
     ones: bool = False
@@ -66,7 +65,6 @@ def random_case(
         bias=draw.choice([None, "rough", "rough", "steep", "underflows"]),
         weight=draw.random() < 0.4,
         window=draw.choice([None, draw.randint(1, keys + 5)]),
-        chunk=draw.choice([None, None, draw.randint(1, keys + 5)]),
         documents=draw.choice([0, 0, 1, 2, 5]),
         content=draw.choice([0, 0, draw.randint(1, most_rank)]),
         ones=draw.random() < 0.4,
@@ -136,7 +134,7 @@ def inputs_of(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu
         lengths = torch.randint(1, keys + 1, (batch, 1), generator=draw)
         segments = (torch.arange(keys) // lengths % case.documents).to(device)
     tensors = {name: x.to(device) for name, x in tensors.items()}
-    masks = {"window": case.window, "chunk": case.chunk, "segments": segments}
+    masks = {"window": case.window, "segments": segments}
     return Inputs(tensors, dout, dlse if case.lse else None, masks)
 
 

@@ -22,10 +22,9 @@ CASES = (
     {"weight": True},
     {"weight": True, "bias": None},
     {"window": 7},
-    {"chunk": 4, "bias": None},
     {"documents": 2},
     {"content": 2},
-    {"content": 1, "ones": True, "weight": True, "window": 5, "chunk": 3, "documents": 5},
+    {"content": 1, "ones": True, "weight": True, "window": 5, "documents": 5},
 )
 
 
@@ -40,7 +39,6 @@ def by_loop(q, k, v, terms):
             j
             for j in range(i + 1)
             if (terms.window is None or i - j < terms.window)
-            and (terms.chunk is None or i // terms.chunk - j // terms.chunk <= 1)
             and (segments is None or segments[b, i] == segments[b, j])
         ]
         scores = []

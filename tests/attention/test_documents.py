@@ -1,9 +1,10 @@
-"""Documents computed one by one give what the definition gives under a mask."""
+"""Documents and chunks computed one by one give what the definition gives under a mask."""
 
 import pytest
 import torch
 
 from megatron.attention import attend
+from megatron.attention.terms import mask
 from tests.attention.random_cases import Case, inputs_of, largest_error
 
 KEYS = 700
@@ -39,6 +40,7 @@ OPTIONS = {
     "index": {"bias": None},
     "key bias": {"bias": None, "content": 1, "ones": True},
     "product": {"content": 2},
+    "chunk": {"weight": True, "content": 1},
 }
 
 
@@ -57,4 +59,13 @@ def test_documents_one_by_one_are_attention_under_a_mask(option):
         inputs.options["segments"] = segments(kind)
         if option == "index":
             inputs.options["index_bias"] = index_bias
+        if option == "chunk":
+            inputs.options["chunk"] = 130
         assert largest_error(one_by_one, inputs) < 1e-5, kind
+
+
+def test_chunks_are_the_own_one_and_the_one_before():
+    index = torch.arange(30)
+    chunks_between = index[:, None] // 7 - index // 7
+    expected = (chunks_between > 1) | (index > index[:, None])
+    assert torch.equal(mask(index, index, None, 7, None), expected)

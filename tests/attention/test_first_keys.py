@@ -54,7 +54,7 @@ def case(number, *, scale=None):
         tensors["w"] = steps.cumsum(2)
         if draw.random() < 0.6:
             tensors["u"] = torch.rand(batch, heads, queries, 1) * draw.choice([1, -1]) + 0.2
-    options = {"window": draw.choice([None, None, 100, 700]), "chunk": draw.choice([None, 200])}
+    options: dict = {"window": draw.choice([None, None, 100, 700])}
     if draw.random() < 0.3:
         options["segments"] = torch.randint(0, 2, (batch, KEYS)).cumsum(1) // draw.choice([50, 300])
     return random_cases.Inputs(tensors, torch.randn(*q.shape), options=options)

@@ -22,7 +22,7 @@ CASES = (
     {"bias": None},
     {"bias": None, "queries": 1},
     {"window": 11, "queries": 33},
-    {"weight": True, "chunk": 9},
+    {"weight": True},
     {"documents": 3},
     {"content": 1},
     {"content": 1, "ones": True, "window": 20, "bias": None},
