@@ -6,6 +6,7 @@ What they can compute, and their two passes as operations that torch.compile kee
 import importlib.util
 import math
 import os
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -71,38 +72,30 @@ def attention_op(
     w: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and lse, as `forward_pass` has them; the arguments are those of `Call`."""
-    return forward_pass(Call(q, k, v, bias, weight, segments, window, u, w))
+    return forward_pass(Call((q, k, v, bias, weight, segments, u, w), window))
 
 
 @attention_op.register_fake
-def _(q, k, v, bias, weight, segments, window, u=None, w=None):
+def _(q, *_):
     return empty_by_length(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op(f"{LIBRARY}::attention_backward", mutates_args=())
 def attention_backward_op(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    weight: Tensor | None,
-    segments: Tensor | None,
-    window: int,
-    u: Tensor | None,
-    w: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    wants_tables: bool,
-    dlse: Tensor,
+    inputs: Sequence[Tensor | None], window: int, results: Sequence[Tensor], wants_tables: bool
 ) -> list[Tensor]:
-    """Gradients of q, k, v, bias, weight, u and w; empty where there is or is wanted none."""
-    call = Call(q, k, v, bias, weight, segments, window, u, w)
+    """Gradients of q, k, v, bias, weight, u and w; empty where there is or is wanted none.
+
+    inputs: tensors of `attention_op`; results: its output and lse, and the gradients of both
+    """
+    q, k, v, bias, weight, _, u, w = inputs
+    out, lse, dout, dlse = results
+    call = Call(inputs, window)
     gradients = backward_pass(dout, dlse, call, out, lse, wants_tables=wants_tables)
     numbers = []
     for gradient, x in zip(gradients, (q, k, v, bias, weight, u, w), strict=True):
         if gradient is None or x is None:
-            numbers.append(q.new_empty(0))
+            numbers.append(call.q.new_empty(0))
             continue
         if x is bias or x is weight:
             gradient = F.pad(gradient, (0, x.shape[1] - gradient.shape[1]))
@@ -111,7 +104,8 @@ def attention_backward_op(
 
 
 @attention_backward_op.register_fake
-def _(dout, q, k, v, bias, weight, segments, window, u, w, out, lse, wants_tables, dlse):
+def _(inputs, window, results, wants_tables):
+    q, k, v, bias, weight, _, u, w = inputs
     numbers = [empty_by_length(x) for x in (q, k, v)]
     # Gradients of tables are contiguous, also where a table is not.
     for x in (*((bias, weight) if wants_tables else (None, None)), u, w):
@@ -125,13 +119,12 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-    *tensors, u, w, out, lse = ctx.saved_tensors
+    *inputs, out, lse = ctx.saved_tensors
     wants_tables = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
-    gradients = attention_backward_op(
-        dout, *tensors, ctx.window, u, w, out, lse, wants_tables, dlse / math.log(2)
-    )
-    dq, dk, dv, dbias, dweight, du, dw = (x if x.numel() else None for x in gradients)
-    return dq, dk, dv, dbias, dweight, None, None, du, dw
+    results = [out, lse, dout, dlse / math.log(2)]
+    gradients = attention_backward_op(inputs, ctx.window, results, wants_tables)
+    *tensors, du, dw = (x if x.numel() else None for x in gradients)
+    return *tensors, None, None, du, dw
 
 
 attention_op.register_autograd(_backward, setup_context=_setup_context)

@@ -9,6 +9,7 @@ like, not on its numbers.
 
 import math
 import re
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -82,24 +83,15 @@ a bias, then with documents, then with a weight or a bias by content."""
 class Call:
     """The arguments that all programs of an attention share: see megatron.attention.attention.
 
+    inputs: q, k, v, bias, weight, segments, u and w;
     bias, weight [heads, >= keys]; segments [batch, keys] int; window: at most the keys;
     u [batch, heads, queries], w [batch, heads, keys]
     """
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        weight: Tensor | None,
-        segments: Tensor | None,
-        window: int,
-        u: Tensor | None,
-        w: Tensor | None,
-    ) -> None:
+    def __init__(self, inputs: Sequence[Any], window: int) -> None:
         from megatron.attention.triton_programs import PAD
 
+        q, k, v, bias, weight, segments, u, w = inputs
         heads, keys = k.shape[1:3]
         self.q, self.k, self.v = aligned(q), aligned(k), aligned(v)
         self.begins = self.ends = None

@@ -58,15 +58,14 @@ def by_document(
 
     def act() -> tuple[Tensor, ...]:
         rows = []
-        for row, places in enumerate(documents.places.tolist()):
-            row_tensors = [tensor[row : row + 1] for tensor in tensors]
-            later = range(1, len(places))
-            begins = [0, *(index for index in later if places[index] == 0)]
-            ends = [*begins[1:], len(places)]
+        numbers = documents.numbers[:, documents.new]
+        for row, place in enumerate(documents.places[:, 0].tolist()):
+            lengths = numbers[row].unique_consecutive(return_counts=True)[1].tolist()
             pieces = []
-            for start, end in zip(begins, ends, strict=True):
-                document_tensors = [tensor[..., start:end, :] for tensor in row_tensors]
-                pieces.append(hook(*document_tensors, places[start]))
+            for parts in zip(
+                *(x[row : row + 1].split(lengths, dim=-2) for x in tensors), strict=True
+            ):
+                pieces.append(hook(*parts, 0 if pieces else place))
             rows.append(_joined(pieces, dim=-2))
         return _joined(rows, dim=0)
 

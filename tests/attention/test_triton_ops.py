@@ -57,12 +57,12 @@ def test_gradients_of_a_table_that_is_transposed_have_the_declared_strides():
     """T5 makes such tables. Neither torch's check of operations nor aot_eager looks at strides."""
     q, k, v, bias, _ = (x if x is None else x.detach() for x in inputs())
     bias = bias.t().contiguous().t()
+    tensors = [q, k, v, bias, None, None, None, None]
     out, lse = attention_op(q, k, v, bias, None, None, 20)
-    dout, dlse = torch.ones_like(out), torch.ones_like(lse)
-    rest = (bias, None, None, 20, None, None, out, lse, True, dlse)
-    arguments = [dout, q, k, v, *rest]
-    real = attention_backward_op(*arguments)
+    results = [out, lse, torch.ones_like(out), torch.ones_like(lse)]
+    real = attention_backward_op(tensors, 20, results, True)
     with FakeTensorMode() as mode:
-        fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in arguments]
-        declared = attention_backward_op(*fakes)
+        fakes = [None if x is None else mode.from_tensor(x) for x in tensors]
+        fake_results = [mode.from_tensor(x) for x in results]
+        declared = attention_backward_op(fakes, 20, fake_results, True)
     assert [x.stride() for x in real] == [x.stride() for x in declared]
