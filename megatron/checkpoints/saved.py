@@ -234,31 +234,6 @@ def with_parent(config: Config) -> Config:
     return replace(config, checkpoint=config.checkpoint.model_copy(update=update))
 
 
-def checkpoint_to_continue(config: Config) -> Path | None:
-    """The folder global_stepN that a run goes on from, or None for a new run, fine-tuned or not.
-
-    config: with its parent. A run is new too where load and save are one folder without
-    checkpoints. A fine-tuning goes on where `save` holds a checkpoint of this very configuration.
-    """
-    load, save = config.checkpoint.load, config.checkpoint.save
-    if load is None:
-        return None
-    if _is_one_folder(config):
-        if latest_step(Path(load)) is None:
-            logger.info("no checkpoint in %s yet: starting at step 0", load)
-            return None
-    elif config.checkpoint.finetune:
-        if save is None or latest_step(Path(save)) is None:
-            return None
-        path = chosen(save)
-        try:
-            same = read_record(path)["config_hash"] in config.hashes
-        except Damaged:
-            return path  # whoever starts from it says what is wrong
-        return path if same else None
-    return chosen(load)
-
-
 def _is_one_folder(config: Config) -> bool:
     load, save = config.checkpoint.load, config.checkpoint.save
     return None not in (load, save) and Path(str(load)).resolve() == Path(str(save)).resolve()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.checkpoints.manifest import WEIGHTS, Damaged, engine_files, faults_of, note_opened
 from megatron.checkpoints.read import READ_BY_EVALUATION, read_meta
-from megatron.checkpoints.saved import checkpoint_to_continue, chosen, latest_step
+from megatron.checkpoints.saved import chosen, latest_step
 from megatron.config import Config
 from megatron.config.schema import Model, Optimizer
 from megatron.errors import UserError
@@ -114,25 +114,15 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
     or does not fit.
     """
     keys = config.checkpoint
-    existing = latest_step(Path(keys.save)) if keys.save else None
-    has_begun = existing is not None and _began_so(config, chosen(str(keys.save)))
-    path = chosen(str(keys.save)) if has_begun else checkpoint_to_continue(config)
-    continues_it = path is not None and path.parent.resolve() == Path(keys.save or "").resolve()
-    if existing is not None and not continues_it:
-        owner = ""
-        if keys.finetune:
-            owner = " of another configuration than this fine-tuning"
-        elif keys.load is not None:
-            owner = " of another configuration or load than this"
-        raise UserError(
-            f"save: {keys.save} holds a checkpoint of step {existing} already{owner} -"
-            f" set load: {keys.save} to continue it, or save elsewhere"
-        )
+    path = checkpoint_to_continue(config)
     is_new = path is None
     if path is None:
         if keys.parent.path is None:
             return Start()
         path = Path(keys.parent.path)
+    place = path.resolve()
+    continues_it = place.parent == Path(keys.save or "").resolve()
+    has_begun = continues_it and Path(keys.load or "").resolve() not in (place.parent, place)
 
     with shared_faults(grid):
         if grid.first:  # one reader of a shared disk
@@ -224,19 +214,38 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
     return Start(before=saved, has_begun=has_begun)
 
 
-def _began_so(config: Config, path: Path) -> bool:
-    """Whether a checkpoint is of a run that began with this configuration from another folder."""
+def checkpoint_to_continue(config: Config) -> Path | None:
+    """The folder global_stepN that a run goes on from, or None for a new run, fine-tuned or not.
+
+    config: with its parent. A checkpoint in `save` is gone on from where `load` names it, and where
+    a run with this configuration and this `load` wrote it.
+    Raises UserError if it is another run's.
+    """
     keys = config.checkpoint
-    if keys.load is None or keys.finetune:
-        return False
-    trained, record = read_meta(path)
-    load, began_from = Path(keys.load).resolve(), Path(trained.checkpoint.load or "").resolve()
-    goes_back = path.parent.resolve() in (load, load.parent)
-    if load != began_from or trained.checkpoint.finetune or goes_back:
-        return False
-    if keys.use_checkpoint_lr_scheduler:
-        config = with_schedule(config, Start(Saved(path, trained, record)))
-    return record["config_hash"] in config.hashes
+    save, load = Path(keys.save or "").resolve(), Path(keys.load or "").resolve()
+    existing = latest_step(save) if keys.save else None
+    is_one_folder = keys.load is not None and load == save
+    if existing is None:
+        if is_one_folder:
+            logger.info("no checkpoint in %s yet: starting at step 0", keys.load)
+        is_new = keys.load is None or keys.finetune or is_one_folder
+        return None if is_new else chosen(str(keys.load))
+    if is_one_folder or (keys.load is not None and load.parent == save and not keys.finetune):
+        return chosen(str(keys.load))
+    own = chosen(str(keys.save))
+    if keys.load is not None:
+        trained, record = read_meta(own)
+        began_from = Path(trained.checkpoint.load or "").resolve()
+        began_so = keys.finetune or (load == began_from and not trained.checkpoint.finetune)
+        if keys.use_checkpoint_lr_scheduler:
+            config = with_schedule(config, Start(Saved(own, trained, record)))
+        if began_so and record["config_hash"] in config.hashes:
+            return own
+    owner = "" if keys.load is None else " of another configuration or load than this"
+    raise UserError(
+        f"save: {keys.save} holds a checkpoint of step {existing} already{owner} - set load:"
+        f" {keys.save} to continue it, or save elsewhere"
+    )
 
 
 def _differences(values: Mapping[str, Any], earlier: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Two ranks that share each text compute what one process does."""
+"""Two ranks that share each text compute what one process does: docs/parallel.md."""
 
 import json
 import math
@@ -9,7 +9,6 @@ import torch
 from megatron.config import load
 from megatron.errors import UserError
 from megatron.model import from_config
-from megatron.parallel.grid import Grid
 from megatron.positions import REGISTRY, Shape
 from megatron.positions.base import Position
 from tests.encodings import SAMPLE
@@ -97,32 +96,8 @@ def test_a_run_goes_on_and_is_measured_with_other_ranks(forks, corpus, tmp_path)
         assert together["block_losses"] == pytest.approx(alone["block_losses"], abs=2e-6)
 
 
-def test_what_ranks_cannot_share_is_refused_before_a_run():
-    def fault_of(*words):
-        with pytest.raises(UserError) as fault:
-            load([], tiny(*words))
-        return str(fault.value)
-
-    three = "context_parallel_size=3"
-    assert "3 ranks cannot share seq_length = 64 equally; take" in fault_of(three, "seq_length=64")
-    shape = ["seq_length=48", "num_attention_heads=4", "hidden_size=32"]
-    message = fault_of(three, *shape)
-    assert (
-        "3 ranks cannot share num_attention_heads = 4 equally; set cp_comm_type: all_g" in message
-    )
-    shared = load([], tiny(three, *shape, "cp_comm_type=all_gather"))
-    assert shared.hash == load([], tiny(*shape)).hash
-    two = "context_parallel_size=2"
-    assert "torch_compile: compiles no exchange" in fault_of(two, "torch_compile=true")
-    rounded = fault_of(two, "paper_precision=true", "pos_emb=alibi")
-    assert "paper_precision: sums that ranks share would be rounded" in rounded
-    for name, reason in {
-        "cope": "CoPE cannot be computed in parts of a text, because on_scores needs all scores",
-        "selective_rope": "because on_queries_keys_by_content reads the tokens before",
-        "path": "Path cannot be computed in parts of a text, because block_scores reads the tokens",
-        "randomized": "Randomized cannot be computed in parts of a text, because each process",
-    }.items():
-        assert reason in fault_of(two, f"pos_emb={name}")
+def test_an_encoding_says_why_its_text_cannot_be_cut():
+    """tests/bad_inputs has what users meet."""
 
     class Convolving(Position):
         crosses_documents = "its convolution over tokens"
@@ -138,8 +113,8 @@ def test_what_ranks_cannot_share_is_refused_before_a_run():
     for encoding, reason in reasons.items():
         with pytest.raises(UserError, match=reason):
             encoding(Shape(2, 8, 16, 64)).check_parts()
-    with pytest.raises(UserError, match="share need a multiple of 2 ranks, and this run has 3 - "):
-        Grid(0, 3).sharing(2)
+    shape = ["seq_length=48", "context_parallel_size=3", "cp_comm_type=all_gather"]
+    assert load([], tiny(*shape)).hash == load([], tiny(shape[0])).hash
 
 
 def test_a_length_that_the_last_rank_alone_would_refuse_is_refused_before(grid):  # noqa: F811

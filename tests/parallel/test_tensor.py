@@ -5,13 +5,9 @@ import json
 import pytest
 from safetensors import safe_open
 
-from megatron.config import load
-from megatron.errors import UserError
-from megatron.parallel.grid import Grid
 from megatron.positions import REGISTRY
 from megatron.positions.base import Position
 from megatron.training.loop import train
-from megatron.training.trainer import shares_of
 from tests.parallel import tensor_ranks as ranks
 from tests.training.conftest import grid, records, tiny  # noqa: F401
 
@@ -58,27 +54,3 @@ def test_ranks_that_share_layers_train_and_continue_as_one_does(forks, grid, cor
                 for key in ("loss", "grad_norm"):
                     close = pytest.approx(expected[number][key], rel=EXACT)
                     assert record[key] == close, (stage, folder, number, key)
-
-
-def test_what_ranks_cannot_share_is_refused(grid):  # noqa: F811
-    def fault_of(act):
-        with pytest.raises(UserError) as fault:
-            act()
-        return str(fault.value)
-
-    two, three = "model_parallel_size=2", "model_parallel_size=3"
-    for words, message in {
-        (two, "pos_emb=cope"): "CoPE cannot be computed for some of the heads, because on_scores",
-        (two, "pos_emb=path"): "Path cannot be computed for some of the heads, because block_sc",
-        (two, "pos_emb=ssmax"): "SSMax cannot be computed for some of the heads, because score_",
-        (two, "torch_compile=true"): "torch_compile: compiles no exchange between",
-        (two, "context_parallel_size=2"): "2 ranks that share a text do not share layers too",
-        ("pipe_parallel_size=4",): "must be <= 1, got 4; there are no pipeline stages: to divide",
-    }.items():
-        assert message in fault_of(lambda words=words: load([], tiny(*words)))
-    message = fault_of(lambda: Grid(0, 4).sharing(1, 3))
-    assert message.startswith("model_parallel_size: 3 ranks that share need a multiple of 3 ranks")
-    shared = load([], tiny(three))
-    message = fault_of(lambda: shares_of(shared))
-    assert "3 ranks cannot share num_attention_heads = 4 equally - take" in message
-    assert shared.hash == load([], tiny()).hash
