@@ -9,7 +9,6 @@ weights on this text, and nothing is marked as significant.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -44,15 +43,11 @@ def main(argv: list[str] | None = None) -> int:
     by_section = [two_by_two(members, heading) for heading, members in sections(rows).items()]
     repairs = [table for table in by_section if table]
     if output:
+        if output.suffix not in (".md", ""):
+            raise UserError(f"--output: {output} is no .md - name it so")
         mark = "<!-- by tools/compare.py -->"
-        if output.suffix in (".md", ""):
-            markdown = tables(comparisons, markdown=True, bits_per_byte=options.bits_per_byte)
-            text = "\n\n".join([mark, markdown, *(table.markdown() for table in repairs)])
-        elif output.suffix == ".json":
-            mark = '"over_text": '
-            text = json.dumps([pair.plain() for pair in comparisons], indent=1)
-        else:
-            raise UserError(f"--output: {output} is neither .md nor .json - name it so")
+        markdown = tables(comparisons, markdown=True, bits_per_byte=options.bits_per_byte)
+        text = "\n\n".join([mark, markdown, *(table.markdown() for table in repairs)])
         write_output(output, f"{text}\n".encode(), mark.encode())
     print(tables(comparisons, bits_per_byte=options.bits_per_byte))
     for table in repairs:
@@ -72,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         "--bits-per-byte", action="store_true", help="add a column with them, if rows have them"
     )
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="a .md or .json file to write too"
+        "-o", "--output", type=Path, metavar="FILE", help="a Markdown file to write too"
     )
     return parser
 

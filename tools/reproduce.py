@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def requirements(table: Published, sweep: Sweep) -> Requirements:
-    """Values that rows must have: of a configuration of the sweep, and evaluated as it is."""
+    """What rows must have: of a configuration of the sweep, and evaluated as it is."""
     hashes: dict[tuple[str, str], set[str]] = {}
     for cell in sweep.cells:
         # A sweep of one text need not name its corpus: the rows do.
@@ -85,16 +85,14 @@ def requirements(table: Published, sweep: Sweep) -> Requirements:
             key = (corpus, cell.config.position.pos_emb)
             hashes.setdefault(key, set()).update(cell.config.hashes)
     config = sweep.cells[0].config
-    options = [evaluation.options for evaluation in sweep.cells[0].evaluations]
-    starts = [choice.get("start", 0) for choice in options if choice.get("protocol") == "paper"]
-    tokens_per_step = windows_per_step(config) * config.model.seq_length
-    return Requirements(
-        hashes={key: frozenset(values) for key, values in hashes.items()},
-        train_length=config.model.seq_length,
-        step=config.training.train_iters,
-        tokens=config.training.train_iters * tokens_per_step,
-        start=starts[-1] if starts and table.protocol == "paper" else None,
-    )
+    length, steps = config.model.seq_length, config.training.train_iters
+    facts = {"train_length": length, "step": steps, "part": table.part, "start": None}
+    for evaluation in sweep.cells[0].evaluations:
+        if evaluation.options.get("protocol") == table.protocol == "paper":
+            facts["start"] = evaluation.options.get("start", 0)
+    if table.windows is not None:
+        facts["windows"] = table.windows
+    return Requirements(facts, hashes, tokens=steps * windows_per_step(config) * length)
 
 
 if __name__ == "__main__":

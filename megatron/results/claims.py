@@ -11,14 +11,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from megatron.errors import UserError, did_you_mean, in_words
 from megatron.files import read_small
-from megatron.results.comparison import (
-    ALPHA,
-    SEEDS,
-    differences_by_seed,
-    of_common_seeds,
-    over_text,
-    why_not_paired,
-)
+from megatron.results.comparison import ALPHA, SEEDS, Paired, paired
 from megatron.results.comparison_table import FEW
 from megatron.results.labels import axes_beside, facts_of, kinds, labels_of, other_differences
 from megatron.results.row import (
@@ -230,20 +223,20 @@ class Effect:
 
     unit: seeds, blocks or windows, of which the difference is the mean
     p_holds: one-sided, small where the difference speaks for the claim, near 1 against it
-    by_seed: the difference of each common seed, if it has one text
     """
 
     length: int
+    paired: Paired
     estimate: Estimate
-    unit: str
     p_holds: float
-    by_seed: Sequence[float]
 
     @property
     def decides(self) -> tuple[Estimate, str]:
         """The estimate that says how large a sample must be, and its unit: two seeds are seeds."""
-        two_seeds = self.unit != "seeds" and len(self.by_seed) > 1
-        return (mean_over_seeds(self.by_seed), "seeds") if two_seeds else (self.estimate, self.unit)
+        differences = [*self.paired.by_seed.values()]
+        if not self.paired.is_claim and len(differences) > 1:
+            return mean_over_seeds(differences), "seeds"
+        return self.estimate, self.paired.unit
 
 
 @dataclass
@@ -411,19 +404,12 @@ def _effect(claim: Claim, length: int, sides: Sequence[Sequence[Row]]) -> Effect
             if row["loss"] is None:
                 raise NoRows(f"{row['pos_emb']} at {row['length']}: {row.get('reason')}")
     example = sides[0][0]
-    first, second = of_common_seeds(
-        *([_measured(claim.quantity, row) for row in rows] for rows in sides)
-    )
+    ours, theirs = ([_measured(claim.quantity, row) for row in rows] for rows in sides)
     any_text = claim.is_change and example.get("protocol") in DRAWN
-    by_seed = [*differences_by_seed(first, second, any_text=any_text).values()]
-    if len(by_seed) >= SEEDS:
-        estimate, unit = mean_over_seeds(by_seed), "seeds"
-    elif reason := why_not_paired(first, second, "the other side"):
-        raise NoRows(reason)
-    else:
-        text = over_text(first, second)
-        estimate, unit = text.estimate, text.unit
-
+    pair = paired(ours, theirs, "the other side", any_text=any_text)
+    estimate = pair.difference
+    if estimate is None:
+        raise NoRows(pair.reason)
     if claim.quantity in ACCURACIES and estimate.stderr is not None:
         # Half an answer: a share is not known better.
         answers = example["windows" if claim.quantity == "accuracy" else "tokens"]
@@ -432,7 +418,7 @@ def _effect(claim: Claim, length: int, sides: Sequence[Sequence[Row]]) -> Effect
     if estimate.stderr:
         excess = claim.sign * estimate.mean - claim.size
         p_holds = 1 - float(scipy.stats.t.cdf(excess / estimate.stderr, estimate.df))
-    return Effect(length, estimate, unit, p_holds, by_seed)
+    return Effect(length, pair, estimate, p_holds)
 
 
 def _measured(quantity: str, row: Row) -> Row:
@@ -467,7 +453,7 @@ def table_of(verdicts: Sequence[Verdict], source: str) -> Table:
             body.append([*line, *[""] * 5])
             notes.append(f"no rows for {claim.text}: {verdict.reason}")
             continue
-        estimate, unit = effect.estimate, effect.unit
+        estimate, unit = effect.estimate, effect.paired.unit
         words = []
         for difference in (estimate.mean, *(estimate.interval() or ())):
             if claim.quantity in PERPLEXITIES:
@@ -489,7 +475,7 @@ def table_of(verdicts: Sequence[Verdict], source: str) -> Table:
         if unit == "windows" and estimate.n < FEW:
             notes.append(f"{estimate.n} windows are few: p is too small if neighbours correlate")
         would_decide = [f"{verdict.needed:,} {effect.decides[1]}"] if verdict.needed else []
-        if len(effect.by_seed) == 2 and math.prod(effect.by_seed) < 0:
+        if len(effect.paired.by_seed) == 2 and effect.paired.seeds_disagree:
             would_decide.append("seeds disagree in sign")
         line += [
             f"{words[0]} at {effect.length}",

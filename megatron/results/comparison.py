@@ -1,8 +1,8 @@
 """Encodings against one of them, length by length: differences, intervals, claims."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, cast
+from dataclasses import dataclass, field, replace
+from typing import cast
 
 import numpy as np
 
@@ -24,7 +24,6 @@ from megatron.results.statistics import (
     mean_of,
     mean_of_blocks,
     mean_over_seeds,
-    perplexity_of,
 )
 from megatron.results.table import mean_and_std, setting
 
@@ -54,36 +53,20 @@ class TextEstimate:
     tokens: float
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """An encoding at one length, and its loss minus that of the reference, in nats.
+@dataclass(frozen=True, kw_only=True)
+class Paired:
+    """Losses minus others of the same targets, in nats.
 
-    seeds: of all its rows
-    perplexity: mean over seeds; std: over seeds, None for one
-    bits_per_byte: mean over seeds; None if a row has none
     by_seed: the difference of each common seed
-    over_seeds: the mean difference over seeds, from SEEDS common seeds on
+    over_seeds: their mean, from SEEDS common seeds on
     over_text: the mean difference of these weights on this text
-    p: over seeds, with Holm's correction for all claims of the call; tests: their number
-    reason: why there is no difference
-    other_differences: from the reference, beside the encoding
+    reason: why there is no difference over the text
     """
 
-    setting: str
-    length: int
-    encoding: str
-    reference: str
-    seeds: tuple[int | None, ...]
-    perplexity: float | None
-    std: float | None
-    bits_per_byte: float | None
-    by_seed: Mapping[int | None, float]
+    by_seed: Mapping[int | None, float] = field(default_factory=dict)
     over_seeds: Estimate | None = None
     over_text: TextEstimate | None = None
-    p: float | None = None
-    tests: int = 0
     reason: str | None = None
-    other_differences: str = ""
 
     @property
     def is_claim(self) -> bool:
@@ -97,10 +80,9 @@ class Comparison:
         return self.over_seeds or over_text
 
     @property
-    def unit(self) -> str | None:
+    def unit(self) -> str:
         """The units of which the difference is a mean: "seeds", "blocks" or "windows"."""
-        over_text = self.over_text.unit if self.over_text else None
-        return "seeds" if self.is_claim else over_text
+        return self.over_text.unit if self.over_text and not self.is_claim else "seeds"
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -113,6 +95,29 @@ class Comparison:
         differences = self.by_seed.values()
         return bool(differences) and min(differences) < 0 < max(differences)
 
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Paired):
+    """An encoding at one length, and its loss minus that of the reference.
+
+    seeds: of all its rows
+    perplexity: mean over seeds; std: over seeds, None for one
+    bits_per_byte: mean over seeds; None if a row has none
+    p: over seeds, with Holm's correction for all claims of the call
+    other_differences: from the reference, beside the encoding
+    """
+
+    setting: str
+    length: int
+    encoding: str
+    reference: str
+    seeds: tuple[int | None, ...]
+    perplexity: float | None
+    std: float | None
+    bits_per_byte: float | None
+    p: float | None = None
+    other_differences: str = ""
+
     @property
     def mark(self) -> str:
         """† if the reference is significantly better, as in KERPLE's table 3; ‡ if this is.
@@ -122,15 +127,6 @@ class Comparison:
         if self.over_seeds is None or self.p is None or self.p >= ALPHA:
             return ""
         return WORSE if self.over_seeds.mean > 0 else BETTER
-
-    def plain(self) -> dict[str, Any]:
-        """For JSON: the fields, the interval of 95 % and the ratio of the perplexities."""
-        facts: dict[str, Any] = {**asdict(self), "mark": self.mark, "unit": self.unit}
-        if self.difference is not None:
-            mean = self.difference.mean
-            facts |= {"difference": mean, "interval": self.interval, "ratio": perplexity_of(mean)}
-            facts["interval_is_about"] = ABOUT[self.is_claim]
-        return facts
 
 
 def compared(kinds: Mapping[str, Sequence[Row]], against: str | None = None) -> list[Comparison]:
@@ -171,7 +167,7 @@ def compared(kinds: Mapping[str, Sequence[Row]], against: str | None = None) -> 
     tested = [number for number, pair in enumerate(comparisons) if pair.p is not None]
     corrected = holm([comparisons[number].p or 0.0 for number in tested])
     for number, p in zip(tested, corrected, strict=True):
-        comparisons[number] = replace(comparisons[number], p=p, tests=len(tested))
+        comparisons[number] = replace(comparisons[number], p=p)
     return comparisons
 
 
@@ -210,10 +206,18 @@ def _pairs(
                 perplexity=perplexity,
                 std=std,
                 bits_per_byte=bits_per_byte,
-                by_seed={},
             )
             if label != reference and reference in rows_of:
-                pair = _with_difference(pair, ours, rows_of[reference])
+                theirs = rows_of[reference]
+                difference = paired(ours, theirs, reference)
+                if difference.reason:
+                    difference = Paired(reason=difference.reason)
+                else:
+                    axes = axes_of([ours[0], theirs[0]])
+                    others = other_differences(ours[0], theirs[0], axes)
+                    pair = replace(pair, other_differences="; ".join(others.values()))
+                p = difference.over_seeds and difference.over_seeds.p
+                pair = replace(pair, p=p, **vars(difference))
             elif ours[0]["loss"] is None or label == reference:
                 refusals = [row.get("reason") for row in ours if row["loss"] is None]
                 pair = replace(pair, reason=next(iter(refusals), None))
@@ -231,111 +235,87 @@ def _pairs(
     return comparisons
 
 
-def _with_difference(pair: Comparison, ours: Sequence[Row], theirs: Sequence[Row]) -> Comparison:
-    """The comparison with the difference of rows at one place, or the reason for none."""
-    ours, theirs = of_common_seeds(ours, theirs)
-    if reason := why_not_paired(ours, theirs, pair.reference):
-        return replace(pair, reason=reason)
-    by_seed = differences_by_seed(ours, theirs)
-    over_seeds = mean_over_seeds(list(by_seed.values())) if len(by_seed) >= SEEDS else None
-    differences = other_differences(ours[0], theirs[0], axes_of([ours[0], theirs[0]]))
-    return replace(
-        pair,
-        by_seed=by_seed,
-        over_seeds=over_seeds,
-        over_text=over_text(ours, theirs),
-        p=over_seeds and over_seeds.p,
-        other_differences="; ".join(differences.values()),
-    )
+def paired(
+    ours: Sequence[Row], theirs: Sequence[Row], reference: str, *, any_text: bool = False
+) -> Paired:
+    """The difference of rows at one place, of the seeds that both have; of all if none is common.
 
-
-def of_common_seeds(
-    ours: Sequence[Row], theirs: Sequence[Row]
-) -> tuple[Sequence[Row], Sequence[Row]]:
-    """The rows of the seeds that both have, in one order; all rows if they have none in common."""
-    by_seed = {row.get("seed"): row for row in theirs}
-    common = [row for row in ours if row.get("seed") in by_seed]
-    return (common, [by_seed[row.get("seed")] for row in common]) if common else (ours, theirs)
-
-
-def differences_by_seed(
-    ours: Sequence[Row], theirs: Sequence[Row], *, any_text: bool = False
-) -> dict[int | None, float]:
-    """The difference in loss of each common seed, if all pairs scored the same targets.
-
-    any_text: whether they need not
+    reference: the label of `theirs`
+    any_text: whether the difference of a seed may be one of two texts
     """
-    differences = {}
-    for row, other in zip(ours, theirs, strict=False):
-        same_targets = any_text or row.get("region") == other.get("region")
-        if row.get("seed") != other.get("seed") or not same_targets:
-            return {}
-        differences[row.get("seed")] = cast(float, row["loss"]) - cast(float, other["loss"])
-    return differences
-
-
-def why_not_paired(ours: Sequence[Row], theirs: Sequence[Row], reference: str) -> str | None:
-    """The reason why these rows are no pairs, or None. reference: the label of `theirs`"""
-    rows = [*ours, *theirs]
-    for row in rows:
+    theirs_of = {row.get("seed"): row for row in theirs}
+    pairs = [(row, theirs_of[row.get("seed")]) for row in ours if row.get("seed") in theirs_of]
+    if pairs:
+        ours, theirs = zip(*pairs, strict=True)
+    for row in (*ours, *theirs):
         if row["loss"] is None:
-            return f"{row['pos_emb']}: {row.get('reason') or 'no loss'}"
+            return Paired(reason=f"{row['pos_emb']}: {row.get('reason') or 'no loss'}")
+    by_seed = {}
+    for row, other in pairs:
+        by_seed[row.get("seed")] = cast(float, row["loss"]) - cast(float, other["loss"])
+    if not any_text and any(row.get("region") != other.get("region") for row, other in pairs):
+        by_seed = {}
+    over_seeds = mean_over_seeds([*by_seed.values()]) if len(by_seed) >= SEEDS else None
+    try:
+        over_text = _over_text(ours, theirs, reference)
+    except UserError as reason:
+        return Paired(by_seed=by_seed, over_seeds=over_seeds, reason=str(reason))
+    return Paired(by_seed=by_seed, over_seeds=over_seeds, over_text=over_text)
+
+
+def _over_text(ours: Sequence[Row], theirs: Sequence[Row], reference: str) -> TextEstimate:
+    """The mean difference block by block if all rows have blocks, else window by window.
+
+    Runs that scored the same targets are averaged first. Raises UserError with the reason if rows
+    are no pairs.
+    """
+    for row in (*ours, *theirs):
         if not row.get("window_losses") or not row.get("text"):
-            name = row["pos_emb"]
-            return f"{name}: no losses by window in its results - measure it again with evaluate.py"
+            raise UserError(
+                f"{row['pos_emb']}: no losses by window in its results"
+                " - measure it again with evaluate.py"
+            )
     if {row.get("region") for row in ours} != {row.get("region") for row in theirs}:
         if ours[0].get("protocol") == LONGPPL:
-            return OTHER_KEYS.format(reference)
-        return (
+            raise UserError(OTHER_KEYS.format(reference))
+        raise UserError(
             f"it was scored on other text than {reference}"
             " - evaluate both on the same data_path, split and lengths"
         )
-    if any(_pieces(members) is None for members in grouped(rows, ["region"])):
-        return "old rows without losses of blocks - measure them again"
-    return None
-
-
-def _pieces(rows: Sequence[Row]) -> str | None:
-    """The key of losses that all rows of one region have of the same pieces, or None."""
-    for key, sizes in (("block_losses", "block_tokens"), ("window_losses", "window_tokens")):
-        parts = {(len(row.get(key) or ()), *(row.get(sizes) or ())) for row in rows}
-        if len(parts) == 1 and (0,) not in parts:
-            return key
-    return None
-
-
-def over_text(ours: Sequence[Row], theirs: Sequence[Row]) -> TextEstimate:
-    """The mean difference block by block if all rows have blocks, else window by window.
-
-    Runs that scored the same targets are averaged first.
-    """
     regions = grouped([*ours, *theirs], ["region"])
-    has_blocks = all(_pieces(members) == "block_losses" for members in regions)
-    key = "block_losses" if has_blocks else "window_losses"
+    for key, sizes_key in (("block_losses", "block_tokens"), ("window_losses", "window_tokens")):
+        pieces = [
+            {(len(row.get(key) or ()), *(row.get(sizes_key) or ())) for row in members}
+            for members in regions
+        ]
+        if all(len(kinds) == 1 and (0,) not in kinds for kinds in pieces):
+            break
+    else:
+        raise UserError("old rows without losses of blocks - measure them again")
+
     differences: list[float] = []
-    sizes: list[int] = []
     weights: list[float] = []
+    blocks_of_windows: list[int] = []
     for first, *_ in regions:
         means = []
         for rows in (ours, theirs):
             members = [row for row in rows if row.get("region") == first.get("region")]
-            means.append(np.mean([row.get(key) or [] for row in members], axis=0))
+            means.append(np.mean([row[key] for row in members], axis=0))
         differences += (means[0] - means[1]).tolist()
         mean_tokens = first["tokens"] / first["windows"]
         window_tokens = first.get("window_tokens") or [mean_tokens] * first["windows"]
-        if not has_blocks:
+        if key == "window_losses":
             weights += window_tokens
             continue
-        block_tokens = first.get("block_tokens") or [BLOCK] * len(first.get("block_losses") or [])
+        block_tokens = first.get("block_tokens") or [BLOCK] * len(means[0])
         weights += block_tokens
         # A long window holds several blocks; a block may span several short windows.
         starts = np.cumsum([0, *block_tokens[:-1]])
         window_of_block = np.searchsorted(np.cumsum(window_tokens), starts, side="right")
         blocks_that_begin = np.bincount(window_of_block)
-        sizes += blocks_that_begin[blocks_that_begin > 0].tolist()
+        blocks_of_windows += blocks_that_begin[blocks_that_begin > 0].tolist()
     windows = sum(members[0]["windows"] for members in regions)
-    if has_blocks:
-        estimate = mean_of_blocks(differences, sizes, weights)
-        return TextEstimate(estimate, "blocks", windows, tokens=float(np.mean(weights)))
-    estimate = mean_of(differences, weights)
-    return TextEstimate(estimate, "windows", windows, ours[0]["tokens"] / ours[0]["windows"])
+    if key == "window_losses":
+        return TextEstimate(mean_of(differences, weights), "windows", windows, mean_tokens)
+    estimate = mean_of_blocks(differences, blocks_of_windows, weights)
+    return TextEstimate(estimate, "blocks", windows, float(np.mean(weights)))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megatron.errors import UserError
 from megatron.results.comparison import ABOUT, ALPHA, BETTER, SEEDS, WORSE, Comparison, compared
 from megatron.results.labels import kinds
-from megatron.results.row import Row, value_of, with_facts
+from megatron.results.row import Row, grouped, value_of, with_facts
 from megatron.results.statistics import perplexity_of
 from megatron.results.table import Table, bits, cell, from_to, with_spread
 
@@ -78,6 +78,15 @@ def _table(pairs: Sequence[Comparison], bits_per_byte: bool) -> Table:
     return Table(head, body, notes, title=f"length {pairs[0].length}: {pairs[0].setting}")
 
 
+def _ratio(difference: float) -> str:
+    ratio = perplexity_of(difference)
+    if ratio is None:
+        return "inf"
+    return f"{ratio:.4f}" if ratio < 10 else f"{ratio:.3g}"
+
+
+KEYS_OF_REPAIRS = ("logn_scale", "clip_distance", "method")
+PARTS = ("clipped", "log n", "window")
 REPAIRS = ("as trained", "clipped", "log n", "clipped, log n", "window")
 """Su's 2 x 2 (docs/longer_texts.md), and the window that repairs both."""
 
@@ -88,37 +97,34 @@ def two_by_two(rows: Sequence[Row], title: str = "") -> Table | None:
     A line for each encoding and length, with differences in loss and their 95 % intervals; None if
     no model was measured both ways. A window alone is no repair of one thing.
     """
-    repair_of: dict[int, str] = {}  # by the id of a row without it
-    models = []
+    models, repairs = [], []
     for row in rows:
         last = (row.get("train_length") or 0) - 1
-        method, clip = row.get("method"), row.get("clip_distance")
+        method, clip, window = (value_of(row, key) for key in ("method", "clip_distance", "window"))
         is_clipped = method == f"rerope,window={last}" or clip == last
-        names = ["clipped"] if is_clipped else []
-        names += ["log n"] if row.get("logn_scale") else []
-        window = value_of(row, "window")
-        names += [] if window == "none" else ["window"]
-        name = ", ".join(names) or "as trained"
-        is_other = window not in ("none", last + 1) or (not is_clipped and (method or clip))
-        if name in REPAIRS and not is_other:
-            keys = ("window", "logn_scale", "clip_distance", "method")
-            model = with_facts(row, dict.fromkeys(keys))
-            repair_of[id(model)] = name
-            models.append(model)
+        applied = (is_clipped, row.get("logn_scale"), window != "none")
+        names = [name for name, there in zip(PARTS, applied, strict=True) if there]
+        name = ", ".join(names) or REPAIRS[0]
+        is_other = not is_clipped and (method, clip) != ("none", "none")
+        if name in REPAIRS and window in ("none", last + 1) and not is_other:
+            models.append(with_facts(row, dict.fromkeys(("window", *KEYS_OF_REPAIRS))))
+            repairs.append(name)
+    repair_of = {id(model): name for model, name in zip(models, repairs, strict=True)}
 
     lines = []
     interval_kinds = set()
     for label, members in kinds(models).items():
-        by_repair: dict[str, list[Row]] = {}
-        for row in members:
-            by_repair.setdefault(repair_of[id(row)], []).append(row)
-        if "as trained" not in by_repair or by_repair.keys() <= {"as trained", "window"}:
+        by_repair = {
+            repair_of[id(group[0])]: group
+            for group in grouped(members, (), [repair_of[id(row)] for row in members])
+        }
+        if REPAIRS[0] not in by_repair or by_repair.keys() <= {REPAIRS[0], "window"}:
             continue
         lines_of: dict[int, dict[str, str]] = {}
         with contextlib.suppress(UserError):  # no length has two numbers
-            for pair in compared(by_repair, "as trained"):
+            for pair in compared(by_repair, REPAIRS[0]):
                 text = cell(pair.perplexity)
-                if pair.encoding != "as trained":
+                if pair.encoding != REPAIRS[0]:
                     text = f"{pair.difference.mean:+.4f}" if pair.difference else "n/a"
                 if pair.interval:
                     text += " [{:+.4f}, {:+.4f}]".format(*pair.interval)
@@ -137,72 +143,55 @@ def two_by_two(rows: Sequence[Row], title: str = "") -> Table | None:
     return Table(["pos_emb", "length", *REPAIRS], lines, notes, title)
 
 
-def _ratio(difference: float) -> str:
-    ratio = perplexity_of(difference)
-    if ratio is None:
-        return "inf"
-    return f"{ratio:.4f}" if ratio < 10 else f"{ratio:.3g}"
-
-
 def how_made(comparisons: Sequence[Comparison]) -> list[str]:
     """How the intervals and the marks were made, in sentences."""
-    texts = [(pair, pair.over_text) for pair in comparisons if pair.over_text]
-    claims = [pair for pair in comparisons if pair.is_claim]
-    weights = [(pair, text) for pair, text in texts if not pair.is_claim]  # about these alone
     lines = []
+    texts = [pair.over_text for pair in comparisons if pair.over_text]
+    claims = [pair for pair in comparisons if pair.is_claim]
+    weights = [pair for pair in comparisons if pair.over_text and not pair.is_claim]
     if weights:
-        seeds = [len(pair.by_seed) for pair, _ in weights]
-        counts = from_to(min(seeds), max(seeds))
-        noun = "common seed" if max(seeds) == 1 else "common seeds"
+        counts = _from_least([len(pair.by_seed) for pair in weights])
+        noun = "common seed" if counts == "1" else "common seeds"
         lines.append(
             f"these weights on this text: {counts} {noun}; an interval does not cover how"
             " other seeds would differ, so nothing is marked: a claim about an encoding needs"
             f" {SEEDS} seeds"
         )
-    blocks = [(pair, text) for pair, text in weights if text.unit == "blocks"]
-    if blocks:
+    units = {pair.unit for pair in weights}
+    if "blocks" in units:
         lines.append(
             "differences of the same blocks of up to 512 targets; the error accounts for the"
-            " correlation of neighbouring blocks and of the blocks of one window"
+            " correlation of neighbouring blocks and of the blocks of one window, but of a single"
+            " window not for the difference between windows"
         )
-        single = sorted({pair.length for pair, text in blocks if text.windows == 1})
-        if single:
-            lines.append(
-                f"one window at length {', '.join(map(str, single))}: the interval does not include"
-                " the difference between windows"
-            )
-    windows = {pair.length: text.estimate for pair, text in weights if text.unit == "windows"}
-    if windows:
-        sizes = [estimate.block for estimate in windows.values()]
-        batches = from_to(min(sizes), max(sizes))
+    if "windows" in units:
+        samples = [
+            pair.difference for pair in weights if pair.difference and pair.unit == "windows"
+        ]
+        batches = _from_least([estimate.block for estimate in samples])
         sample = "windows" if batches == "1" else f"overlapping batches of {batches} windows"
         lines.append(f"differences of the same windows; Student's t over {sample}")
-        few = [f"{text.n} at length {length}" for length, text in windows.items() if text.n < FEW]
-        if few:
+        if min(estimate.n for estimate in samples) < FEW:
             lines.append(
-                f"few windows ({', '.join(few)}): where neighbours correlate, their intervals cover"
-                " less than 95 %; measure again: evaluate.py now writes losses by block, a larger"
-                " sample"
+                f"below {FEW} windows, intervals cover less than 95 % where neighbours correlate;"
+                " measure again: evaluate.py now writes losses by block, a larger sample"
             )
     if claims:
         tests = sum(pair.p is not None for pair in claims)
-        seeds = [len(pair.by_seed) for pair in claims]
-        counts = from_to(min(seeds), max(seeds))
-        reference = claims[0].reference
+        counts = _from_least([len(pair.by_seed) for pair in claims])
         lines += [
             f"over seeds: differences of the same seeds ({counts}), Student's t over seeds"
             f" (from {SEEDS} common seeds on)",
             f"p: two-sided, Holm's correction for {tests} comparisons; {ALPHA:g} is significant",
-            f"{WORSE} {reference} is significantly better, {BETTER} significantly worse;"
+            f"{WORSE} {claims[0].reference} is significantly better, {BETTER} significantly worse;"
             " ± std over seeds",
         ]
-    tokens = [text.estimate.n_eff * text.tokens for _, text in texts if text.estimate.n_eff]
+    tokens = [text.estimate.n_eff * text.tokens for text in texts if text.estimate.n_eff]
     if tokens:
-        units = " or ".join(dict.fromkeys(text.unit for _, text in texts))
-        least, most = (f"{math.floor(end(tokens)):,}" for end in (min, max))
+        kinds_of_units = " or ".join(dict.fromkeys(text.unit for text in texts))
         lines.append(
-            f"n_eff: the number of independent {units} that would give the same error"
-            f" ({from_to(least, most)} tokens)"
+            f"n_eff: the number of independent {kinds_of_units} that would give the same error"
+            f" ({_from_least([math.floor(number) for number in tokens])} tokens)"
         )
     if len({pair.seeds for pair in comparisons}) > 1:
         lines.append(
@@ -210,3 +199,8 @@ def how_made(comparisons: Sequence[Comparison]) -> list[str]:
             " the difference over those that both have"
         )
     return lines
+
+
+def _from_least(counts: Sequence[int]) -> str:
+    """Such as "2 to 1,300"; one number if all are the same."""
+    return from_to(f"{min(counts):,}", f"{max(counts):,}")

@@ -22,8 +22,6 @@ CHECKSUM = "checksum"  # the last key of a line: part of the file, not of the ro
 LARGEST = 1 << 30  # bytes of a file: a log of a million steps has 250 MB
 WHOLE = 2**63  # whole numbers are smaller
 adapter = cache(TypeAdapter)  # of the kinds of lines
-ACCURACIES = ("accuracy", "token_accuracy")
-COUNTS = ("length", "tokens", "windows")  # at least one of each
 
 
 class Record(TypedDict, total=False):
@@ -58,8 +56,7 @@ def read_rows(paths: Iterable[str | Path]) -> list[Row]:
     """
     rows: dict[tuple, Row] = {}
     for path in paths:
-        lines = read_lines(Path(path), kind=Row, writer="evaluate.py")
-        for line in lines:
+        for line in read_lines(Path(path), kind=Row, writer="evaluate.py"):
             row = cast("Row", line)
             measurement = measurement_of(row)
             replaced = rows.get(measurement, row)
@@ -88,14 +85,7 @@ def training_log(path: Path) -> list[Record]:
 
 def record_of(line: bytes) -> Record:
     """The record in a line of metrics.jsonl; ValueError if it is damaged or was edited."""
-    record = parse(line)
-    if not isinstance(record, dict):
-        raise ValueError("it is not a record")
-    if record.pop(CHECKSUM, None) not in (None, checksum(record)):
-        raise ValueError("it does not agree with its checksum")
-    if fault := fault_of(record, Record):
-        raise ValueError(fault)
-    return cast("Record", record)
+    return cast("Record", facts_of_line(line, Record))
 
 
 # --- Lines of any kind ---
@@ -144,60 +134,47 @@ def read_lines(path: Path, *, kind: type, writer: str) -> list[Facts]:
         raise UserError(f"{path}: cannot be read ({fault.strerror}) - {give}") from None
     rows = []
     for number, text in enumerate(content.splitlines(), 1):
-        where = f"{path}, line {number}"
         try:
-            facts = parse(text)
+            rows.append(facts_of_line(text, kind))
         except ValueError as fault:
             raise UserError(
-                f"{where}: is no result of {writer}, {fault} - {give}, or remove a damaged line"
-                " and measure it again"
+                f"{path}, line {number}: is no result of {writer}: {fault} - {give}, or remove the"
+                " line and measure it again"
             ) from None
-        if not isinstance(facts, dict):
-            raise UserError(f"{where}: is no result of {writer}, it is no JSON object - {give}")
-        again = f"remove the line, and measure it again with {writer}"
-        written = facts.pop(CHECKSUM, None)
-        if written not in (None, checksum(facts)):
-            raise UserError(
-                f"{where}: does not agree with its checksum, it was damaged or edited"
-                f" - {again} (if you edited it, remove its key checksum)"
-            )
-        needed = [key for key in kind.__annotations__ if key in kind.__required_keys__]
-        if missing := [key for key in needed if key not in facts]:
-            raise UserError(
-                f"{where}: is no result of {writer}, it lacks {', '.join(missing)} - {give}"
-            )
-        if fault := fault_of(facts, kind):
-            raise UserError(f"{where}: {fault} - {again}")
-        rows.append(facts)
     if not rows:
         raise UserError(f"{path}: is empty - leave it out, or write results with {writer}")
     return rows
 
 
-# --- What every line must be ---
-
-
-def fault_of(line: Mapping[str, Any], kind: type) -> str | None:
-    """The fault of a line's facts, in words that follow its place, or None.
+def facts_of_line(text: bytes, kind: type) -> Facts:
+    """The facts of a line without its checksum; ValueError, in words, if they cannot be these.
 
     kind: the TypedDict that describes such lines. Keys that it does not know may hold anything.
     """
-    for value in _values(line):
+    facts = parse(text)
+    if not isinstance(facts, dict):
+        raise ValueError("it is no JSON object")
+    if facts.pop(CHECKSUM, None) not in (None, checksum(facts)):
+        raise ValueError(
+            "it does not agree with its checksum, it was damaged or edited (if you edited it,"
+            " remove its key checksum)"
+        )
+    for value in _values(facts):
         if isinstance(value, str) and CONTROL.search(value):
-            return f"it has a control character in {ascii(value)[:60]}"
+            raise ValueError(f"it has a control character in {ascii(value)[:60]}")
         if isinstance(value, int) and abs(value) >= WHOLE:
-            return "it has a number of too many digits"
+            raise ValueError("it has a number of too many digits")
     try:
-        adapter(kind).validate_python(line, strict=True)
+        adapter(kind).validate_python(facts, strict=True)
     except ValidationError as fault:
         first = fault.errors(include_url=False)[0]
-        value = ascii(first["input"])[:40]
-        return f"its {first['loc'][0]} is {value}: {first['msg'].lower()}"
-    for key in COUNTS:
-        unanswered = key == "tokens" and line.get("reason")  # retrieval: no target was asked
-        if key in line and line[key] < (0 if unanswered else 1):
-            return f"its {key} is {line[key]}, not 1 or more"
-    return _misfit(line) if kind is Row else None
+        key, value = first["loc"][0], ascii(first["input"])[:40]
+        if first["type"] == "missing":
+            raise ValueError(f"it lacks {key}") from None
+        raise ValueError(f"its {key} is {value}: {first['msg'].lower()}") from None
+    if kind is Row:
+        _check_counts(facts)
+    return facts
 
 
 def _values(value: Any) -> Iterator[Any]:
@@ -212,35 +189,26 @@ def _values(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _misfit(row: Mapping[str, Any]) -> str | None:
-    """Which numbers of a row cannot stand together, or None: tables and intervals count on them."""
-    loss, windows = row["loss"], row["windows"]
-    numbers = [key for key in ("perplexity", *ACCURACIES) if row.get(key) is not None]
-    if loss is None and numbers:
-        return f"its loss is null, its {numbers[0]} {row[numbers[0]]:g}"
-    if loss is not None and loss < 0:
-        return f"its loss is {loss:g}, below 0"
-    shares = [row.get(key) or 0 for key in ACCURACIES] + (row.get("window_accuracies") or [])
-    if not all(0 <= share <= 1 for share in shares):
-        return "it has an accuracy that is not between 0 and 1"
-    some_are_empty = "all_tokens" in row
-    for key in ("window_losses", "window_accuracies"):
-        count = len(row.get(key) or ())
-        if count != windows and count and not (some_are_empty and count < windows):
-            return f"it has {count} {key} of {windows} windows"
+def _check_counts(row: Mapping[str, Any]) -> None:
+    """Raises ValueError for losses that do not fit the targets: intervals count on them."""
+    if row["tokens"] == 0 and not row.get("reason"):  # retrieval: no target was asked
+        raise ValueError("its tokens are 0, not 1 or more")
+    windows = row["windows"]
+    window_tokens = row.get("window_tokens")
     blocks = row.get("block_losses") or []
     block_tokens = row.get("block_tokens") or [BLOCK] * len(blocks)
     edges = row.get("position_edges") or [0]
     for key, sizes in (
-        ("window_losses", row.get("window_tokens")),
+        ("window_losses", window_tokens),
+        ("window_accuracies", window_tokens),
         ("block_losses", block_tokens),
         ("position_losses", [end - start for start, end in itertools.pairwise(edges)]),
     ):
         count = len(row.get(key) or ())
-        if loss is None and count == 0:
-            continue
-        if sizes is not None and (len(sizes) != count or min(sizes, default=1) < 1):
-            return f"its {count} {key} do not fit their {len(sizes)} numbers of tokens"
+        fits = count == windows or ("all_tokens" in row and count < windows)
+        if sizes is not None:
+            fits = count == len(sizes) and min(sizes, default=1) >= 1
+        if count and not fits:
+            raise ValueError(f"its {count} {key} do not fit its windows or their tokens")
     if blocks and sum(block_tokens) != row["tokens"]:
-        return f"its blocks have {sum(block_tokens)} tokens, the row {row['tokens']}"
-    return None
+        raise ValueError(f"its blocks have {sum(block_tokens)} tokens, the row {row['tokens']}")

@@ -4,20 +4,19 @@ Each .yml in the folder `published` is one table, with where its numbers were re
 """
 
 import math
-import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
 
 from megatron.errors import UserError, did_you_mean
 from megatron.files import read_small
-from megatron.results.row import ATTENTION_INPUTS, CORPUS_AXIS, Row, value_of
-from megatron.results.table import in_columns, variant_of
+from megatron.results.row import ATTENTION_INPUTS, CORPUS_AXIS, Row, cell_of, value_of
+from megatron.results.table import in_columns, mean_and_std, variant_of
 from megatron.strict_yaml import parse
 
 TABLES = Path(__file__).parent / "published"
@@ -40,7 +39,6 @@ class Published(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    name: str
     paper: str
     provenance: str
     cells: dict[str, dict[str, dict[int, Number]]]
@@ -51,7 +49,6 @@ class Published(BaseModel):
     windows: int | None = None
     seeds: int | None = None
     caveats: tuple[str, ...] = ()
-    verified: bool = False
     why_not: str = "it names no sweep"
 
 
@@ -71,7 +68,6 @@ def published(name: str) -> Published:
         text = read_small(path, LARGEST).decode()
         facts = parse(text)
         if isinstance(facts, dict):
-            facts["name"] = path.stem
             # As text: 3.40 stays "3.40".
             facts["cells"] = yaml.load(text, yaml.BaseLoader).get("cells")
         return Published.model_validate(facts)
@@ -90,25 +86,23 @@ def published(name: str) -> Published:
 
 @dataclass(frozen=True)
 class Requirements:
-    """Values that a row must have to answer a table's question.
+    """What a row must have to answer a table's question.
 
+    facts: values of its keys
     hashes: of the configurations of the sweep's cells, by corpus and encoding
     tokens: that training reads, so that the corpus must hold as many
-    start: first window of the protocol `paper`
     """
 
-    hashes: Mapping[tuple[str, str], frozenset[str]]
-    train_length: int
-    step: int
+    facts: Mapping[str, Any]
+    hashes: Mapping[tuple[str, str], set[str]]
     tokens: int
-    start: int | None = None
 
 
-@dataclass(frozen=True)
-class Compared:
+@dataclass
+class Cell:
     """One cell of a table.
 
-    ours: one value for each seed, empty if there are no rows or all are refused
+    by_seed: our values; empty if there are no rows or all are refused
     refused: reasons why rows are not taken
     """
 
@@ -116,77 +110,63 @@ class Compared:
     encoding: str
     length: int
     paper: Number
-    ours: tuple[float, ...]
-    refused: tuple[str, ...] = ()
+    by_seed: dict[int | None, list[float]] = field(default_factory=dict)
+    refused: dict[str, None] = field(default_factory=dict)
 
     @property
-    def difference(self) -> float | None:
-        if not self.ours or isinstance(self.paper, str):
-            return None
-        return statistics.mean(self.ours) - float(self.paper[0])
+    def ours(self) -> list[float]:
+        """One value for each seed; a seed with two rows has none."""
+        return [values[0] for values in self.by_seed.values() if len(values) == 1]
 
-    def standard_errors(self, seeds: int | None) -> float | None:
-        """difference / sqrt(s² / n + s_paper² / seeds), or None if either spread is unknown."""
-        if self.difference is None or len(self.ours) < 2 or len(self.paper) < 2 or not seeds:
-            return None
-        our_variance = statistics.variance(self.ours) / len(self.ours)
-        paper_variance = float(self.paper[1]) ** 2 / seeds
-        error = math.sqrt(our_variance + paper_variance)
-        return self.difference / error if error else None
+    def difference(self, seeds: int | None) -> tuple[float | None, float | None]:
+        """Our mean minus the paper's, and that in standard errors; None where it is unknown.
+
+        difference / sqrt(s² / n + s_paper² / seeds); seeds: of the paper
+        """
+        mean, std = mean_and_std(self.ours)
+        if mean is None or isinstance(self.paper, str):
+            return None, None
+        difference = mean - float(self.paper[0])
+        if std is None or len(self.paper) < 2 or not seeds:
+            return difference, None
+        error = math.hypot(std / math.sqrt(len(self.ours)), float(self.paper[1]) / math.sqrt(seeds))
+        return difference, difference / error if error else None
 
 
-def compare(table: Published, rows: Sequence[Row], required: Requirements) -> list[Compared]:
+def compare(table: Published, rows: Sequence[Row], required: Requirements) -> list[Cell]:
     """Every cell of the table with the rows that answer its question; others are refused."""
-    rows_of: dict[tuple[object, ...], list[Row]] = {}
-    for row in rows:
-        # The corpus as the sweep names it, else as the row does.
-        corpus = (row.get("cell") or {}).get(CORPUS_AXIS, row.get("corpus"))
-        place = (corpus, row["pos_emb"], row["length"], row.get("protocol"))
-        rows_of.setdefault(place, []).append(row)
-    cells = []
+    cells = {}
     for corpus, encodings in table.cells.items():
         for encoding, numbers in encodings.items():
-            hashes = required.hashes.get((corpus, encoding), frozenset())
             for length, number in numbers.items():
-                by_seed: dict[int | None, list[float]] = {}
-                refused = []
-                for row in rows_of.get((corpus, encoding, length, table.protocol), ()):
-                    reason = refusal(row, table, required, hashes)
-                    if reason:
-                        refused.append(reason)
-                    else:
-                        values = by_seed.setdefault(row.get("seed"), [])
-                        values.append(value_of(row, table.quantity))
-                ours = []
-                for seed, values in by_seed.items():
-                    if len(values) > 1:
-                        rows_of_seed = f"seed {seed} has {len(values)} rows"
-                        refused.append(f"{rows_of_seed}: give the results of one run")
-                    else:
-                        ours += values
-                reasons = tuple(dict.fromkeys(refused))
-                cells.append(Compared(corpus, encoding, length, number, tuple(ours), reasons))
-    return cells
+                cells[corpus, encoding, length] = Cell(corpus, encoding, length, number)
+    for row in rows:
+        # The corpus as the sweep names it, else as the row does.
+        corpus = cell_of(row).get(CORPUS_AXIS, row.get("corpus"))
+        cell = cells.get((corpus, row["pos_emb"], row["length"]))
+        if cell is None or row.get("protocol") != table.protocol:
+            continue
+        if reason := refusal(row, table, required, required.hashes.get((corpus, row["pos_emb"]))):
+            cell.refused[reason] = None
+            continue
+        seed = row.get("seed")
+        values = cell.by_seed.setdefault(seed, [])
+        values.append(value_of(row, table.quantity))
+        if len(values) == 2:
+            cell.refused[f"seed {seed} has several rows: give the results of one run"] = None
+    return [*cells.values()]
 
 
 def refusal(
-    row: Row, table: Published, required: Requirements, hashes: frozenset[str]
+    row: Row, table: Published, required: Requirements, hashes: Collection[str] | None
 ) -> str | None:
     """Why a row does not answer the table's question, or None."""
-    required_facts = {
-        "train_length": required.train_length,
-        "step": required.step,
-        "part": table.part,
-        "start": required.start,
-    }
-    if table.windows is not None:
-        required_facts["windows"] = table.windows
-    for key, value in required_facts.items():
+    for key, value in required.facts.items():
         if row.get(key) != value:
             return f"{key} is {row.get(key)}, the table's is {value}"
     if changed := variant_of([row], ATTENTION_INPUTS):
         return f"it was evaluated with {', '.join(changed)}"
-    if row["config_hash"] not in hashes:
+    if row["config_hash"] not in (hashes or ()):
         return (
             f"configuration {row['config_hash']} is none of the sweep's:"
             " another size, recipe or text"
@@ -205,64 +185,38 @@ def refusal(
     return None
 
 
-def render(table: Published, cells: Sequence[Compared]) -> str:
+def render(table: Published, cells: Sequence[Cell]) -> str:
     """The table as text; beneath it the reasons of refusals, and the table's caveats."""
     body: list[Sequence[str]] = [TABLE_HEAD]
     refused: dict[str, list[str]] = {}
-    answered = 0
     for cell in cells:
         place = [cell.corpus, cell.encoding, str(cell.length)]
         for reason in cell.refused:
-            places = refused.setdefault(reason, [])
-            places.append(" ".join(place))
-        paper = cell.paper
+            refused.setdefault(reason, []).append(" ".join(place))
+        digits, paper = ["0.00"], cell.paper
         if not isinstance(paper, str):
-            paper = " ± ".join(map(str, paper))
-        seeds, difference, errors = "", "", ""
-        if cell.ours:
-            answered += 1
+            digits = [str(number) for number in paper]
+            paper = " ± ".join(digits)
+        seeds, words = "", "refused" if cell.refused else "missing"
+        mean, std = mean_and_std(cell.ours)
+        if mean is not None:  # with as many decimals as the paper's
             seeds = str(len(cell.ours))
-        if cell.difference is not None:
-            difference = f"{cell.difference:+.4g}"
-        standard_errors = cell.standard_errors(table.seeds)
-        if standard_errors is not None:
-            errors = f"{standard_errors:+.1f}"
-        body.append([*place, paper, _ours(cell), seeds, difference, errors])
+            decimals = [len(number.partition(".")[2]) for number in digits]
+            words = f"{mean:.{decimals[0]}f}"
+            if std is not None:
+                words += f" ± {std:.{decimals[-1]}f}"
+        difference, errors = cell.difference(table.seeds)
+        numbers = ["" if difference is None else f"{difference:+.4g}"]
+        numbers.append("" if errors is None else f"{errors:+.1f}")
+        body.append([*place, paper, words, seeds, *numbers])
 
     lines = [f"{table.paper}: {table.quantity}", table.provenance, ""]
     if cells:
         lines += in_columns(body)
+    answered = sum(bool(cell.ours) for cell in cells)
     lines += ["", f"{answered} of {len(cells)} cells have our numbers"]
     for reason, places in refused.items():
-        lines.append(f"refused: {reason} ({first_of(places)})")
+        more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
+        lines.append(f"refused: {reason} ({', '.join(places[:SHOWN])}{more})")
     lines += [f"caveat: {caveat}" for caveat in table.caveats]
     return "\n".join(lines)
-
-
-def first_of(names: Sequence[str]) -> str:
-    """Names as a list of at most `SHOWN`, such as "a, b, c and 2 more"."""
-    shown = ", ".join(names[:SHOWN])
-    more = len(names) - SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown
-
-
-def _ours(cell: Compared) -> str:
-    """Mean ± standard deviation with as many decimals as the paper's, or why there is none.
-
-    If the paper has no standard deviation, ours has the decimals of its mean.
-    """
-    if not cell.ours:
-        return "refused" if cell.refused else "missing"
-    digits = ["0.00"]
-    if not isinstance(cell.paper, str):
-        digits = list(map(str, cell.paper))
-    decimals = []
-    for number in digits:
-        _, _, fraction = number.partition(".")
-        decimals.append(len(fraction))
-    mean = statistics.mean(cell.ours)
-    text = f"{mean:.{decimals[0]}f}"
-    if len(cell.ours) == 1:
-        return text
-    std = statistics.stdev(cell.ours)
-    return f"{text} ± {std:.{decimals[-1]}f}"

@@ -7,14 +7,19 @@ protocol is part of every row's identity and of every label.
 
 import json
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, Required, TypeVar, cast
+from typing import Annotated, Any, Required, TypeVar, cast
 
+from pydantic import Field
 from typing_extensions import TypedDict  # pydantic checks rows by these types
 
 from megatron.protocols import BLOCK as BLOCK
-from megatron.protocols import LONGPPL, OPTIONS, TASK
+from megatron.protocols import LONGPPL as LONGPPL
+from megatron.protocols import OPTIONS, TASK
 
 Facts = dict[str, Any]  # some keys of a row
+Count = Annotated[int, Field(ge=1)]
+Loss = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
 CORPUS_AXIS = "data"  # the axis of a sweep that names the corpus to train on
 ENCODING_AXIS = (
     "encoding"  # the axis of a sweep whose names stand for encodings in tables and figures
@@ -96,19 +101,19 @@ class Pieces(TypedDict, total=False):
 
     # [windows], mean loss of each that has scored targets; None if loss is None
     window_losses: list[float] | None
-    window_tokens: list[int]  # [windows], scored targets of each, if these differ
+    window_tokens: list[Count]  # [windows], scored targets of each, if these differ
     token_losses: list[float]  # of the targets of the first windows, if they were asked for
     token_texts: list[str]  # of the first of these
     block_losses: list[float]  # [blocks], mean loss of consecutive blocks of up to 512 targets
-    block_tokens: list[int]  # [blocks], scored targets of each, if not every block has 512
+    block_tokens: list[Count]  # [blocks], scored targets of each, if not every block has 512
 
 
 class Answers(TypedDict, total=False):
     """Numbers of a task's answers: shares that the argmax has right. None if loss is None."""
 
-    accuracy: float | None  # of the windows, those with every token right
-    token_accuracy: float | None  # of all tokens of answers
-    window_accuracies: list[float] | None  # [windows], of the tokens of each
+    accuracy: Share | None  # of the windows, those with every token right
+    token_accuracy: Share | None  # of all tokens of answers
+    window_accuracies: list[Share] | None  # [windows], of the tokens of each
 
 
 class Collected(TypedDict, total=False):
@@ -123,18 +128,18 @@ class Row(Question, Pieces, Answers, Collected, total=False):
     """One length of one checkpoint. Losses are means over targets, in nats."""
 
     # The place: which measurement of the setting.
-    length: Required[int]  # tokens of a window
+    length: Required[Count]  # tokens of a window
     text: str  # 16 hex digits of the scored targets; longppl: of all targets
-    tokens: Required[int]  # scored targets; longppl: key tokens
+    tokens: Required[Annotated[int, Field(ge=0)]]  # scored targets; longppl: key tokens
     # 16 hex digits of the scored targets, by token and place in the corpus, in reading order: equal
     # for rows of any length and protocol that score the same ones. Older files lack it.
     region: str
     key_text: str  # longppl: 16 hex digits of the key tokens
 
     # The numbers.
-    windows: Required[int]
+    windows: Required[Count]
     epochs: int  # paper: how often the part was read, if more than once
-    loss: Required[float | None]  # None if `reason` says why
+    loss: Required[Loss | None]  # None if `reason` says why
     perplexity: Required[float | None]  # exp(loss)
     loss_stderr: float | None  # from the windows, allowing for correlated neighbours
     reason: str | None
@@ -271,14 +276,13 @@ def measurement_of(row: Row) -> tuple[Hashable, ...]:
 
 def agrees(row: Mapping[str, Any], question: Mapping[str, Any]) -> bool:
     """Whether a row has every fact of a question, so that it is its answer."""
+    if not question.keys() <= row.keys():
+        return False
     for key, value in question.items():
-        if key not in row:
-            return False
+        values = [row[key], value]
         if key in VARIANT:
-            values = {value_of(cast("Question", facts), key) for facts in (row, question)}
-            if len(values) > 1:
-                return False
-        elif row[key] != value:
+            values = [value_of(cast("Question", facts), key) for facts in (row, question)]
+        if values[0] != values[1]:
             return False
     return True
 
@@ -355,10 +359,9 @@ def by_text(rows: Sequence[Row], keys: Iterable[str] = SETTING) -> list[list[Row
 
     keys: the setting; without the tokenizer for numbers that can be compared between tokenizers
 
-    Rows of one setting have one text if they have one region at each length, and lengths differ by
-    less than a window, which the end of the text leaves out. If not, and always in `position` and
-    `longppl`, rows of one region have one text. In `paper` and `task` windows are drawn for each
-    length, in `paper` for each seed: as many of them are one text.
+    Rows of one setting have one text if they have one region for each tokenizer. In `paper` and
+    `task` windows are drawn for each length, in `paper` for each seed: as many of them are one
+    text, with a region for each. If not, rows of one region have one text.
     """
     layouts: list[Hashable] = []
     for row in rows:
@@ -367,14 +370,8 @@ def by_text(rows: Sequence[Row], keys: Iterable[str] = SETTING) -> list[list[Row
         layouts.append(row["windows"] if row.get("protocol") in DRAWN else usual)
     texts = []
     for group in grouped(rows, keys, layouts):
-        protocol = group[0].get("protocol")
-        one_text = protocol not in ("position", LONGPPL)
-        for members in grouped(group, ["tokenizer"]):
-            place = ["length", "seed"] if protocol == "paper" else ["length"]
-            regions = len(grouped(members, [*place, "region"]))
-            counts = sorted((row["tokens"], row["length"]) for row in members)
-            rest = counts[-1][0] - counts[0][0]
-            ends_alike = protocol in DRAWN or rest < counts[0][1]
-            one_text = one_text and ends_alike and regions == len(grouped(members, place))
+        drawn_for = {"paper": ("length", "seed"), TASK: ("length",)}
+        place = ["tokenizer", *drawn_for.get(group[0].get("protocol", ""), ())]
+        one_text = len(grouped(group, [*place, "region"])) == len(grouped(group, place))
         texts += [group] if one_text else grouped(group, ["region"])
     return texts

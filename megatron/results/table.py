@@ -262,10 +262,11 @@ def by_length(rows: Sequence[Row], lengths: Sequence[int]) -> list[Row]:
     """
     cut = []
     for row in rows:
-        if row["loss"] is None or "position_edges" not in row:
+        losses = row.get("position_losses")
+        if not losses:
             cut.append(row)
             continue
-        curve = prefix_curve(row["position_edges"], row.get("position_losses", []))
+        curve = prefix_curve(row.get("position_edges", []), losses)
         # Losses of windows and blocks, and their bytes, are those of the whole windows.
         beginning = cast("Row", {key: row[key] for key in row if key not in (*PIECES, *BYTES)})
         for length in lengths:

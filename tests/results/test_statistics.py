@@ -21,11 +21,12 @@ def correlated(generator, count, n, rho):
     return values
 
 
+@pytest.mark.parametrize("as_blocks", [False, True])
 @pytest.mark.parametrize(("n", "rho"), [(8, 0.0), (20, 0.2), (40, 0.3), (320, 0.4)])
-def test_the_interval_covers_the_truth_at_its_nominal_rate(n, rho):
-    intervals = [
-        mean_of(values).interval() for values in correlated(np.random.default_rng(n), 400, n, rho)
-    ]
+def test_the_interval_covers_the_truth_at_its_nominal_rate(n, rho, as_blocks):
+    draws = correlated(np.random.default_rng(n), 400, n, rho)
+    estimates = [mean_of_blocks(x, [1] * n) if as_blocks else mean_of(x) for x in draws]
+    intervals = [estimate.interval() for estimate in estimates]
     rate = np.mean([low < 0 < high for low, high in intervals])
     assert abs(rate - 0.95) < 3 * np.sqrt(0.95 * 0.05 / 400), rate
 

@@ -15,7 +15,6 @@ ROWS = ROOT / "docs/demo.jsonl"
 RUN = "{run} --lengths 64"
 COMMANDS = {
     "a.md": "tools/compare.py {input} -o",
-    "a.json": "tools/compare.py {input} -o",
     "claims.md": "tools/claims.py kerple {input} -o",
     "a.png": "tools/show_results.py {input} -o",
     "a.svg": "tools/show_results.py {input} -o",
