@@ -10,7 +10,6 @@ from typing import Any
 
 import jinja2
 import torch
-import torch.nn.functional as F
 import yaml
 from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, normalizers
@@ -29,6 +28,7 @@ from megatron.files import folder_beside, umask
 from megatron.generation.with_tokenizer import tokenizer_of
 from megatron.interop import export_code
 from megatron.interop.families import FAMILIES, write_weights
+from megatron.interop.huggingface import compare_logits
 from megatron.interop.open import PIECES, PREFIX
 from megatron.model import GPT, Architecture, AttentionSettings, options_of_entry
 from megatron.positions.layers import entries_of
@@ -230,21 +230,12 @@ def compare(folder: Path, form: ExportForm, model: GPT) -> dict[int, float]:
         draw = torch.Generator().manual_seed(length)
         ids = torch.randint(model.vocab, (1, length), generator=draw)
         try:
-            with torch.no_grad():
-                x = model.features(ids)[:, -COMPARED:]
-                logits = F.linear(x, model.output_matrix)
-                other = theirs(ids, logits_to_keep=COMPARED).logits
+            model.check_length(length)
         except UserError as fault:
             logger.info("not compared at %d tokens: %s", length, fault)
             continue
-        differences[length] = float((other - logits).abs().max())
-        allowed = TOLERANCE * max(1.0, float(logits.abs().max()))
-        if not differences[length] <= allowed:
-            raise UserError(
-                f"{form.architecture}: its logits differ by {differences[length]:.1e} from ours at"
-                f" {length} tokens, allowed is {allowed:.1e} - nothing was written; please report"
-                " it with the run's config.yml"
-            )
+        name = form.architecture
+        differences[length], _ = compare_logits(name, theirs, model, ids, TOLERANCE, COMPARED)
     return differences
 
 

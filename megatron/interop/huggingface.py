@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from megatron import strict_json
 from megatron.checkpoints.read import check_memory
@@ -103,6 +105,27 @@ def load_class(folder: Path, family: Family, settings: dict[str, Any]) -> tuple[
             f" ({'; '.join(sorted(faults)[:8])}) - copy the folder again"
         )
     return loaded.eval(), program
+
+
+@torch.no_grad()
+def compare_logits(
+    program: str, theirs: Any, model: GPT, ids: Tensor, tolerance: float, last: int = 0
+) -> tuple[float, float]:
+    """The largest difference of a program's logits from ours, and the largest of them.
+
+    ids [batch, length]; last: how many tokens of each text are compared, 0 for all
+    Raises UserError if they differ by more than `tolerance` of the largest logit, at least 1.
+    """
+    logits = F.linear(model.features(ids)[:, -last:], model.output_matrix)
+    difference = float((theirs(ids, logits_to_keep=last).logits - logits).abs().max())
+    largest = float(logits.abs().max())
+    # `not <=`: nan is no agreement
+    if not difference <= tolerance * max(1.0, largest):
+        raise UserError(
+            f"logits of {program} differ from ours by {difference:.3g} at {ids.shape[1]} tokens,"
+            f" where the largest is {largest:.3g} - nothing was written; please report this model"
+        )
+    return difference, largest
 
 
 def family_of(folder: Path) -> tuple[Family, dict[str, Any]]:

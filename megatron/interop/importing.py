@@ -291,16 +291,7 @@ def compared_with_transformers(theirs: Any, model: GPT) -> dict[str, Any]:
     draw = torch.Generator().manual_seed(0)
     length = min(LENGTH, model.train_length)
     ids = torch.randint(model.vocab, (TEXTS, length), generator=draw)
-    with torch.no_grad():
-        expected = theirs(ids).logits
-        difference = (model(ids) - expected).abs().max().item()
-    largest = expected.abs().max().item()
-    # `not <=`: nan is no agreement
-    if not difference <= TOLERANCE * max(1.0, largest):
-        raise UserError(
-            f"our logits differ from those of {program} by {difference:.3g}, where the largest is"
-            f" {largest:.3g} - nothing was written; please report this model"
-        )
+    difference, largest = huggingface.compare_logits(program, theirs, model, ids, TOLERANCE)
     return {
         "with": program,
         "tokens": ids.numel(),

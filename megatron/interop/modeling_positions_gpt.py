@@ -169,11 +169,9 @@ class PositionsGPTForCausalLM(PreTrainedModel, GenerationMixin):
 
         batch, length = input_ids.shape
         start = 0 if cache is None else cache.length
-        groups = rows_by_padding(attention_mask, batch, start + length)
         x = None
-        for padding, rows in groups.items():
-            tokens = input_ids if len(groups) == 1 else input_ids[rows]
-            tokens = tokens[:, max(padding - start, 0) :]
+        for padding, rows in rows_by_padding(attention_mask, batch, start + length).items():
+            tokens = input_ids[rows, max(padding - start, 0) :]
             if not tokens.shape[1]:  # they begin in a later part of the batch
                 continue
             text_cache = None
@@ -181,9 +179,6 @@ class PositionsGPTForCausalLM(PreTrainedModel, GenerationMixin):
                 cache.rows[padding] = rows
                 text_cache = cache.by_padding.setdefault(padding, Cache())
             features = self.gpt.features(tokens, text_cache)
-            if x is None and features.shape[:2] == input_ids.shape:
-                x = features
-                continue
             if x is None:
                 x = features.new_zeros(batch, length, features.shape[2])
             x[rows, -tokens.shape[1] :] = features

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import Config
-from megatron.errors import UserError
+from megatron.errors import UserError, in_words
 from megatron.files import check_regular
 from megatron.model import GPT, Architecture, from_config, position_from_config
 from megatron.positions import Position
@@ -120,19 +120,16 @@ def load_reference(folder: str | Path, config: Config) -> tuple[GPT, Config]:
             config = replace(config, position=position)
 
     gpt = from_config(config, vocab=len(weights.get("word_embeddings.weight", [0])))
-    expected = {name: x for name, x in gpt.state_dict().items() if "positions." not in name}
-    faults = [f"missing {name}" for name in expected if name not in weights]
-    faults += [f"unexpected {name}" for name in weights if name not in expected]
-    for name in expected:
-        if name in weights and weights[name].shape != expected[name].shape:
-            sizes = [list(tensors[name].shape) for tensors in (weights, expected)]
-            faults.append(f"{name} is {sizes[0]}, the configuration says {sizes[1]}")
-    if faults:
+    state = gpt.state_dict()
+    encodings = {name: state[name] for name in state if "positions." in name}
+    try:
+        gpt.load_state_dict(weights | encodings)
+    except RuntimeError as fault:
+        reason = " ".join(str(fault).split())
         raise UserError(
-            f"{folder}: the files do not hold this model ({'; '.join(faults[:8])}) - check"
+            f"{folder}: the files do not hold this model ({reason:.800}) - check"
             " num_layers, hidden_size, num_attention_heads, no_weight_tying and pos_emb"
-        )
-    gpt.load_state_dict(weights, strict=False)
+        ) from None
     for index, position in enumerate(cast(Sequence[Position], gpt.positions)):
         stored = {name: layers[min(index, len(layers) - 1)] for name, layers in copies.items()}
         load_position(position, stored, folder)
@@ -145,10 +142,8 @@ def read_ranks(folder: Path) -> dict[int, list[Tensors]]:
     for path in sorted(folder.glob(FILES)):
         layer, rank = (int(number) for number in re.findall(r"\d+", path.name))
         content = load_plain(path)
-        if not isinstance(content, Mapping):
-            raise UserError(f"{path}: holds no layer of GPT-NeoX - copy the checkpoint again")
         layers[layer][rank] = {}
-        for name, tensor in content.items():
+        for name, tensor in content.items() if isinstance(content, Mapping) else [("it", content)]:
             is_weight = isinstance(tensor, Tensor) and tensor.is_floating_point()
             if not isinstance(name, str) or not is_weight:
                 raise UserError(f"{path}: {name} is not a weight of a GPT-NeoX model")
@@ -160,15 +155,15 @@ def read_ranks(folder: Path) -> dict[int, list[Tensors]]:
             f"{folder}: no layer_NN-model_00-model_states.pt in it - give the folder global_stepN"
             " itself; where pipe_parallel_size was 0, convert it to Hugging Face's form first"
         )
-    ranks = {rank for parts in layers.values() for rank in parts}
+    count = 1 + max(max(parts) for parts in layers.values())
     for number, parts in sorted(layers.items()):
-        missing = sorted({*range(max(ranks) + 1)} - parts.keys())
-        if missing:
+        if len(parts) < count:
+            missing = min({*range(count)} - parts.keys())
             raise UserError(
-                f"{folder}: layer {number} lacks the part of tensor-parallel rank {missing[0]} of"
-                f" {max(ranks) + 1} - copy all files of the checkpoint"
+                f"{folder}: layer {number} lacks the part of tensor-parallel rank {missing} of"
+                f" {count} - copy all files of the checkpoint"
             )
-    return {number: [parts[rank] for rank in sorted(parts)] for number, parts in layers.items()}
+    return {number: [parts[rank] for rank in range(count)] for number, parts in layers.items()}
 
 
 def load_plain(path: Path) -> Any:
@@ -193,20 +188,17 @@ def joined(ranks: list[Tensors], where: str, bias_on_every_rank: bool) -> Tensor
         gpt_j_residual; then the bias is their sum, and otherwise each rank has the whole
     """
     mixed = "its files are those of different checkpoints"
-    if not all(tensors.keys() == ranks[0].keys() for tensors in ranks):
-        raise UserError(f"{where}: not every rank has the same tensors - {mixed}")
     whole = {}
     for name in ranks[0]:
-        parts = [tensors[name] for tensors in ranks]
         try:
+            parts = [tensors[name] for tensors in ranks]
             if len(parts) == 1 or name in DIVIDED:
                 whole[name] = torch.cat(parts, dim=DIVIDED.get(name, 0))
                 continue
             copies = torch.stack(parts)
-        except RuntimeError:
-            shapes = [list(part.shape) for part in parts]
+        except (KeyError, RuntimeError) as fault:
             raise UserError(
-                f"{where}: parts of {name} have the shapes {shapes} - {mixed}"
+                f"{where}: parts of {name} do not fit ({in_words(fault)}) - {mixed}"
             ) from None
         mean = copies.mean(dim=0)  # GPT-NeoX's own rule for norms
         apart = (copies - mean).abs().max()

@@ -14,16 +14,7 @@ from torch import Tensor, nn
 
 from megatron.errors import UserError
 from megatron.positions.base import DistanceBias, Position, Shape
-from megatron.positions.registry import (
-    ALIASES,
-    REGISTRY,
-    build,
-    listed,
-    named,
-    positive,
-    register,
-    suggestion,
-)
+from megatron.positions.registry import build, listed, named, positive, register
 
 LEARNED = ("learned", "learned_shared")
 MOST_KERNELS = 64
@@ -177,21 +168,12 @@ def _build_kernel(shape: Shape, item: Any) -> DistanceBias:
             for name, options in item.items()
         }
     name, options = named("kernels", item)
-    registered = KERNEL_NAMES.get(name, ALIASES.get(name, name))
-    mixable = []  # what is a bias by distance and nothing else
-    for key, encoding in REGISTRY.items():
-        more = [hook for hook in OTHER_HOOKS if getattr(encoding, hook) != getattr(Position, hook)]
-        if issubclass(encoding, DistanceBias) and not more:
-            mixable.append(key)
-    if registered not in mixable:
-        if registered in REGISTRY:
-            raise UserError(
-                f"kernels: {name} is more than a bias by distance, so it cannot be mixed"
-            )
-        names = [*KERNEL_NAMES, *mixable]
-        raise UserError(f"kernels: no kernel is called {name!r}; {suggestion(name, names)}")
+    registered = KERNEL_NAMES.get(name, name)
     try:
-        return cast(DistanceBias, build(registered, shape, **options))
+        kernel = build(registered, shape, **options)
     except UserError as fault:
         message = str(fault).replace(f"pos_emb_args: {registered}", f"kernels: {name}", 1)
-        raise UserError(message) from None
+        raise UserError(message.replace("pos_emb:", "kernels:", 1)) from None
+    if not isinstance(kernel, DistanceBias) or any(kernel.has(hook) for hook in OTHER_HOOKS):
+        raise UserError(f"kernels: {name} is more than a bias by distance, so it cannot be mixed")
+    return kernel

@@ -110,14 +110,18 @@ def load_file(path: str | Path) -> str:
         if not registered:
             problem = f'{path} registers no encoding; put @register("its_name") above the class'
         for encoding in registered:
-            for hook in vars(encoding).keys() & {*RETURNED, "log_kernel"}:
-                method = getattr(encoding, hook)
+            for hook in (*RETURNED, "log_kernel"):
+                method = getattr(encoding, hook, None)
+                if method is None or method.__module__ != module.__name__:
+                    continue
                 arguments = inspect.getfullargspec(getattr(DistanceBias, hook)).args
                 try:
                     inspect.signature(method).bind(*arguments)
                 except TypeError:
                     place = f"{path}:{method.__code__.co_firstlineno}"
                     problem = f"{place}: {method.__qualname__} must take ({', '.join(arguments)})"
+                if hook in RETURNED:
+                    setattr(encoding, hook, _checked(method, RETURNED[hook]))
     except KeyboardInterrupt:
         raise
     except SyntaxError as fault:
@@ -125,16 +129,10 @@ def load_file(path: str | Path) -> str:
     except BaseException as fault:  # sys.exit(0) would end the command as if it had succeeded
         problem = fault_in([path], fault) or f"{path} stops with {type(fault).__name__}: {fault}"
     if problem is not None:
-        REGISTRY.clear()
-        REGISTRY.update(before[0])
-        ALIASES.clear()
-        ALIASES.update(before[1])
+        for table, earlier in ((REGISTRY, before[0]), (ALIASES, before[1])):
+            for name in table.keys() - earlier.keys():
+                del table[name]
         raise UserError(f"pos_emb_file: {problem}")
-    for encoding in registered:
-        for hook in RETURNED:
-            method = getattr(encoding, hook)
-            if method.__module__ == module.__name__:
-                setattr(encoding, hook, _checked(method, RETURNED[hook]))
     FILES[digest] = path
     NAMES_IN_FILES[digest] = (
         (REGISTRY.keys() | ALIASES.keys()) - before[0].keys() - before[1].keys()

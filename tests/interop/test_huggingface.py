@@ -272,7 +272,7 @@ def test_what_transformers_does_not_take_or_compute_is_one_message(folder, tmp_p
     model, _, theirs = open_folder(flash)
     with torch.no_grad():
         model.layers[1].mlp.dense_4h_to_h.weight[0, 0] += 0.5
-    with pytest.raises(UserError, match=r"our logits differ from those of transformers .* by"):
+    with pytest.raises(UserError, match=r"logits of transformers .* differ from ours by"):
         compared_with_transformers(theirs, model)
     weights = load_file(place / "model.safetensors")
     weights["model.norm.weight"][0] = float("nan")
