@@ -108,12 +108,12 @@ class Call:
         self.weight = None
         if weight is not None:
             self.weight = F.pad(weight[:, :keys].float(), (PAD, PAD))[:, PAD:]
-        # A float64 w becomes two float32 numbers, which hold 48 of its 53 digits.
         self.u = None if u is None else u.float().contiguous()
-        self.w = None if w is None else w.float().contiguous()
-        self.w_low = None
-        if w is not None and w.dtype == torch.float64:
-            self.w_low = (w - w.float().double()).float().contiguous()
+        self.w = None
+        if w is not None:  # two float32 numbers, which hold 48 of float64's 53 digits
+            high = w.float()
+            low = (w.double() - high.double()).float()
+            self.w = torch.stack([high, low], dim=2)
 
         ieee = q.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
         self.flags = {
@@ -123,7 +123,7 @@ class Call:
             "SEGMENTS": segments is not None,
             "DIRECT": q.device.type == "cuda" and torch.version.cuda is not None,
             "PRECISION": "ieee" if ieee else "tf32",
-            "CONTENT": (w is not None) + (self.w_low is not None),
+            "CONTENT": w is not None,
             "ONES": w is not None and u is None,
         }
         scale = math.log2(math.e) / math.sqrt(q.shape[3])
@@ -136,7 +136,7 @@ class Call:
     @property
     def inputs(self) -> list[Tensor]:
         """The arguments that every program reads first."""
-        content = (self.u, self.w, self.w_low)
+        content = (self.u, self.w)
         tables = (self.bias, self.weight)
         return self.pointers(self.q, self.k, self.v, *tables, self.begins, *content)
 
@@ -176,7 +176,7 @@ def backward_pass(
     dq, dk, dv = empty_by_length(call.q), empty_by_length(call.k), empty_by_length(call.v)
     delta = torch.empty_like(lse)
     du = None if call.u is None else torch.empty_like(call.u)
-    dw = None if call.w is None else torch.empty_like(call.w)
+    dw = None if call.w is None else call.w.new_empty(call.k.shape[:3])
     tables = 0
     if wants_tables:
         tables = 1 if call.weight is None else 2

@@ -14,8 +14,8 @@ Outputs are laid out as [batch, length, heads, head_dim], statistics of rows (ls
 [batch, heads, queries]. The flags WEIGHT and SEGMENTS say which pointers are read,
 DIRECT how tables are (see `_read`), TABLES whether gradients of tables are wanted.
 
-A bias by content is u [batch, heads, queries] times w [batch, heads, keys]. CONTENT says how many
-float32 numbers hold a w: none, w alone, or w and the rest w_low of a float64. ONES: no u is read.
+A bias by content (CONTENT) is u [batch, heads, queries] times w [batch, heads, 2, keys], where two
+float32 numbers hold a float64: it and the rest. ONES: no u is read.
 """
 
 # The language of the programs only looks like Python.
@@ -67,7 +67,7 @@ def _read(address, DIRECT: tl.constexpr):
 
 
 @triton.jit
-def _tokens(begins, w, w_low, index, valid, SEGMENTS: tl.constexpr, CONTENT: tl.constexpr):
+def _tokens(begins, w, keys, index, valid, SEGMENTS: tl.constexpr, CONTENT: tl.constexpr):
     """Of tokens by their index among the keys: the document, and w as two float32 numbers.
 
     A number that is not stored is 0, and what no program uses may be anything.
@@ -77,10 +77,9 @@ def _tokens(begins, w, w_low, index, valid, SEGMENTS: tl.constexpr, CONTENT: tl.
     low = tl.zeros(index.shape, tl.float32)
     if SEGMENTS:
         document = tl.load(begins + index, mask=valid, other=NO_TOKEN)
-    if CONTENT > 0:
+    if CONTENT:
         high = tl.load(w + index, mask=valid, other=0.0)
-    if CONTENT > 1:
-        low = tl.load(w_low + index, mask=valid, other=0.0)
+        low = tl.load(w + keys + index, mask=valid, other=0.0)
     return document, high, low
 
 
@@ -88,7 +87,7 @@ def _tokens(begins, w, w_low, index, valid, SEGMENTS: tl.constexpr, CONTENT: tl.
 def _read_u(u, row, valid, CONTENT: tl.constexpr, ONES: tl.constexpr):
     """u of some queries, or ones; what no program uses where there is no bias by content."""
     numbers = tl.full(row.shape, 1.0, tl.float32)
-    if CONTENT > 0 and not ONES:
+    if CONTENT and not ONES:
         numbers = tl.load(u + row, mask=valid, other=0.0)
     return numbers
 
@@ -117,16 +116,15 @@ def _scores(
         is_other = query_side != tl.expand_dims(document, 1 - AXIS)
         scores = tl.where(is_other, float("-inf"), scores)
     near = scores
-    if CONTENT > 0:
+    if CONTENT:
         near = tl.expand_dims(high, 1 - AXIS) - tl.expand_dims(own_high, AXIS)
-        if CONTENT > 1:
-            near += tl.expand_dims(low, 1 - AXIS) - tl.expand_dims(own_low, AXIS)
+        near += tl.expand_dims(low, 1 - AXIS) - tl.expand_dims(own_low, AXIS)
         scores += tl.expand_dims(row_u * LOG2_E, AXIS) * near
     return scores, factor, near
 
 
 @triton.jit
-def _of_pair(pair, heads, queries, keys, bias, weight, table_row, begins, u, w, w_low):
+def _of_pair(pair, heads, queries, keys, bias, weight, table_row, begins, u, w):
     """batch, head and pair of both, and where the numbers of one pair begin."""
     pair = pair.to(tl.int64)
     batch = pair // heads
@@ -135,9 +133,8 @@ def _of_pair(pair, heads, queries, keys, bias, weight, table_row, begins, u, w, 
     weight += head * table_row
     begins += batch * keys
     u += pair * queries
-    w += pair * keys
-    w_low += pair * keys
-    return batch, head, pair, bias, weight, begins, u, w, w_low
+    w += pair * 2 * keys
+    return batch, head, pair, bias, weight, begins, u, w
 
 
 @triton.jit
@@ -155,7 +152,7 @@ def _visible_keys(
 
 @triton.jit
 def forward(
-    q, k, v, bias, weight, begins, u, w, w_low, out, lse,
+    q, k, v, bias, weight, begins, u, w, out, lse,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     table_row, heads, queries, keys, window, scale,
     HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -165,8 +162,8 @@ def forward(
     """One block of queries: out, and lse, the log2 of each row's sum of exponentials in base 2."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
     # Triton 3.7 types the call of a program as one that never returns.
-    batch, head, pair, bias, weight, begins, u, w, w_low = _of_pair(  # pyright: ignore
-        tl.program_id(1), heads, queries, keys, bias, weight, table_row, begins, u, w, w_low
+    batch, head, pair, bias, weight, begins, u, w = _of_pair(  # pyright: ignore
+        tl.program_id(1), heads, queries, keys, bias, weight, table_row, begins, u, w
     )
     row = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     valid = row < queries
@@ -181,7 +178,7 @@ def forward(
     total = tl.zeros([BLOCK_Q], tl.float32)
     result = tl.zeros([BLOCK_Q, COLUMNS], tl.float32)
     row_u = _read_u(u, row, valid, CONTENT, ONES)
-    query = _tokens(begins, w, w_low, position, valid, SEGMENTS, CONTENT)
+    query = _tokens(begins, w, keys, position, valid, SEGMENTS, CONTENT)
     first, end = _visible_keys(block, query[0], keys - queries, keys, window, BLOCK_Q, SEGMENTS)
     distance = tl.arange(0, BLOCK_Q)[:, None] - tl.arange(0, BLOCK_K)[None, :]
     for start in range(first, end, BLOCK_K):
@@ -190,7 +187,7 @@ def forward(
         inside = index < keys
         k_tile = _load(k, k_row, index, inside, column, HEAD_DIM)
         product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
-        key = _tokens(begins, w, w_low, index, inside, SEGMENTS, CONTENT)
+        key = _tokens(begins, w, keys, index, inside, SEGMENTS, CONTENT)
         scores, _, _ = _scores(
             product, query, row_u, key, distance, bias + tile_distance, weight + tile_distance,
             1, WEIGHT, SEGMENTS, DIRECT, CONTENT,
@@ -237,7 +234,7 @@ def _store_distances(sums, first, values):
 
 @triton.jit(do_not_specialize=["first_pair"])
 def query_gradient(
-    q, k, v, bias, weight, begins, u, w, w_low, out, lse, dout, dlse, delta, dq, du,
+    q, k, v, bias, weight, begins, u, w, out, lse, dout, dlse, delta, dq, du,
     dbias, dweight,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     dout_batch, dout_head, dout_row,
@@ -254,7 +251,7 @@ def query_gradient(
     distance is written once. Tiles are square then.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
-    batch, head, pair, bias, weight, begins, u, w, w_low = _of_pair(  # pyright: ignore
+    batch, head, pair, bias, weight, begins, u, w = _of_pair(  # pyright: ignore
         first_pair + tl.program_id(1),
         heads,
         queries,
@@ -265,7 +262,6 @@ def query_gradient(
         begins,
         u,
         w,
-        w_low,
     )
     row = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
     valid = row < queries
@@ -293,7 +289,7 @@ def query_gradient(
     dweight_far = tl.zeros([BLOCK_K], tl.float32)
     tile_distance = 0
     row_u = _read_u(u, row, valid, CONTENT, ONES)
-    query = _tokens(begins, w, w_low, position, valid, SEGMENTS, CONTENT)
+    query = _tokens(begins, w, keys, position, valid, SEGMENTS, CONTENT)
     first, end = _visible_keys(block, query[0], keys - queries, keys, window, BLOCK_Q, SEGMENTS)
     distance = tl.arange(0, BLOCK_Q)[:, None] - tl.arange(0, BLOCK_K)[None, :]
     for start in range(first, end, BLOCK_K):
@@ -303,7 +299,7 @@ def query_gradient(
         k_tile = _load(k, k_row, index, inside, column, HEAD_DIM)
         v_tile = _load(v, v_row, index, inside, column, HEAD_DIM)
         product = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION) * scale
-        key = _tokens(begins, w, w_low, index, inside, SEGMENTS, CONTENT)
+        key = _tokens(begins, w, keys, index, inside, SEGMENTS, CONTENT)
         scores, factor, near = _scores(
             product, query, row_u, key, distance, bias + tile_distance, weight + tile_distance,
             1, WEIGHT, SEGMENTS, DIRECT, CONTENT,
@@ -311,7 +307,7 @@ def query_gradient(
         probabilities = tl.exp2(scores - row_lse[:, None])
         dprobabilities = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)
         dscores = probabilities * (dprobabilities - row_delta[:, None])
-        if CONTENT > 0 and not ONES:
+        if CONTENT and not ONES:
             row_du += tl.sum(dscores * near, 1)
         if TABLES:
             dbias_far = _add_diagonals(dbias + tile_distance, tile_distance, dscores, dbias_far)
@@ -329,7 +325,7 @@ def query_gradient(
             _store_distances(
                 dweight + tile_distance - BLOCK_K, tile_distance - BLOCK_K, dweight_far
             )
-    if CONTENT > 0 and not ONES:
+    if CONTENT and not ONES:
         tl.store(du + statistics, row_du, mask=valid)
     dq_tile = dq_tile * (scale * LOG_2)
     _store(dq + written, heads * HEAD_DIM, row, valid, column, dq_tile, HEAD_DIM)
@@ -337,7 +333,7 @@ def query_gradient(
 
 @triton.jit
 def key_gradients(
-    q, k, v, bias, weight, begins, u, w, w_low, ends, lse, dout, delta, dk, dv, dw,
+    q, k, v, bias, weight, begins, u, w, ends, lse, dout, delta, dk, dv, dw,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     dout_batch, dout_head, dout_row,
     table_row, heads, queries, keys, window, scale,
@@ -347,8 +343,8 @@ def key_gradients(
 ):  # fmt: skip
     """One block of keys: dk, dv and dw; tiles are [BLOCK_K, BLOCK_Q], the left side of tl.dot."""
     block = tl.program_id(0)  # the longest first
-    batch, head, pair, bias, weight, begins, u, w, w_low = _of_pair(  # pyright: ignore
-        tl.program_id(1), heads, queries, keys, bias, weight, table_row, begins, u, w, w_low
+    batch, head, pair, bias, weight, begins, u, w = _of_pair(  # pyright: ignore
+        tl.program_id(1), heads, queries, keys, bias, weight, table_row, begins, u, w
     )
     before = keys - queries
     key = block * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -358,7 +354,7 @@ def key_gradients(
     dout += batch * dout_batch + head * dout_head
     lse += pair * queries
     delta += pair * queries
-    key_tokens = _tokens(begins, w, w_low, key, valid, SEGMENTS, CONTENT)
+    key_tokens = _tokens(begins, w, keys, key, valid, SEGMENTS, CONTENT)
     k_tile = _load(k + batch * k_batch + head * k_head, k_row, key, valid, column, HEAD_DIM)
     v_tile = _load(v + batch * v_batch + head * v_head, v_row, key, valid, column, HEAD_DIM)
     dk_tile = tl.zeros([BLOCK_K, COLUMNS], tl.float32)
@@ -380,7 +376,7 @@ def key_gradients(
         row_lse = tl.load(lse + row, mask=inside, other=float("inf"))
         row_delta = tl.load(delta + row, mask=inside, other=0.0)
         product = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION) * scale
-        query = _tokens(begins, w, w_low, position, inside, SEGMENTS, CONTENT)
+        query = _tokens(begins, w, keys, position, inside, SEGMENTS, CONTENT)
         row_u = _read_u(u, row, inside, CONTENT, ONES)
         scores, factor, _ = _scores(
             product, query, row_u, key_tokens, distance, bias + tile_distance,
@@ -391,13 +387,13 @@ def key_gradients(
         dv_tile = tl.dot(rounded, dout_tile, dv_tile, input_precision=PRECISION)
         dprobabilities = tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION)
         dscores = probabilities * (dprobabilities - row_delta[None, :])
-        if CONTENT > 0:
+        if CONTENT:
             key_dw += tl.sum(dscores * row_u[None, :], 1)
         if WEIGHT:
             dscores = dscores * factor
         dk_tile = tl.dot(dscores.to(q_tile.dtype), q_tile, dk_tile, input_precision=PRECISION)
     written = (batch * keys * heads + head) * HEAD_DIM
-    if CONTENT > 0:
+    if CONTENT:
         tl.store(dw + pair * keys + key, key_dw, mask=valid)
     dk_tile = dk_tile * (scale * LOG_2)
     _store(dk + written, heads * HEAD_DIM, key, valid, column, dk_tile, HEAD_DIM)

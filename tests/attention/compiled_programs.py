@@ -29,7 +29,6 @@ FLOATS = {
     "dweight",
     "u",
     "w",
-    "w_low",
     "du",
     "dw",
 }
@@ -61,7 +60,6 @@ def build(name: str, arch: int, tiles: Tiles) -> dict[str, Any]:
             aligned[(index,)] = [["tt.divisibility", 16]]
     constants_of_programs = dict.fromkeys(OFF, False)
     constants_of_programs |= {
-        "CONTENT": 0,
         "PRECISION": "ieee",
         "DIRECT": True,
         "TABLES": with_tables,
