@@ -6,13 +6,14 @@ import math
 import pytest
 import torch
 
+from megatron.conformance.subject import effects_before
 from megatron.errors import UserError
 from megatron.positions import REGISTRY, Shape, build, options_of
 from megatron.positions.outline import Outline
 from tests.support import NEEDED
 
 SHAPE = Shape(heads=4, head_dim=8, hidden=32, train_length=16)
-LENGTH = 24  # beyond the training length
+LENGTH = 40  # beyond the training length
 VALUES = [
     *(0, -1, 1, 7, 2.5, 1e-12, 1e-308, 1e12, 1e308, 10**9, 2**24, 10**400, math.inf, math.nan),
     *(True, None, "", "yarn", "learned", [], [1], [math.nan] * 4, [1e12] * 4, [[1]] * 4),
@@ -24,26 +25,6 @@ PARTNERS = [
     {"learned_slopes": True},
     {"weights": "learned"},
 ]
-
-
-def tables(position, length):
-    """Everything that an encoding makes for a text of this length."""
-    with torch.no_grad():
-        x = torch.ones(1, length, SHAPE.hidden)
-        q = torch.ones(1, SHAPE.heads, length, SHAPE.head_dim)
-        indices = torch.arange(length)
-        yield position.on_embeddings(x)
-        yield from position.on_queries_keys(q, q)
-        yield from (position.distance_bias(length), position.distance_weight(length))
-        if position.has("index_bias"):
-            yield position.index_bias(indices, indices)
-        if position.has("score_bias"):
-            yield from position.score_bias(x, {})
-        if position.has("block_scores"):
-            function, tensors = position.block_scores(q, q, x, {})
-            yield from function(tensors, 0, length)
-        if position.has("on_scores"):
-            yield position.on_scores(torch.zeros(1, SHAPE.heads, length, length), x, {})
 
 
 @pytest.mark.parametrize("name", REGISTRY)
@@ -59,13 +40,14 @@ def test_an_absurd_option_is_a_message_or_a_sane_encoding(name):
             if huge and option in ("max_positions", "num_buckets", "range"):
                 continue
             position = build(name, SHAPE, **chosen).eval()
-            made = list(tables(position, LENGTH))
+            with torch.no_grad():
+                made = effects_before(position, LENGTH)
         except UserError:
             continue
         for tensor in [*position.parameters(), *position.buffers()]:
             assert tensor.isfinite().all(), (chosen, tensor)
-        for tensor in made:
-            assert tensor is None or not tensor.isnan().any(), (chosen, tensor)
+        for hook, effect in made.items():
+            assert not effect.isnan().any(), (chosen, hook)
 
 
 def test_an_outline_lets_an_encoding_fill_a_large_table_in_parts():

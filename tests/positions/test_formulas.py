@@ -112,7 +112,6 @@ def mixture(kernels: list[Any], *logs: Callable[[Numbers], Tensor] | Tensor) -> 
 
 EXP_HALF = {"exp": 0.5}
 TANH = tanh(column(TANH_SLOPES))
-EIGHTH = 2.0**-8
 CASES = [
     Case("alibi", {}, lambda of: ALIBI),
     Case("alibi", {"slope_factor": 0.5}, lambda of: HALF),
@@ -164,28 +163,14 @@ CASES = [
         lambda of: mean(GAUSSIAN, ALIBI, t5(of, "kernels.2."), kerple_log(of, "kernels.3.")),
         atol=2e-6,
     ),
-    # Published mixtures: ali_05_tanh_gau_all004, a mixture in a mixture, the older Gaussian slopes,
-    # ali h8 with gaussian h8, ali_sigmoid, poly, ali05_gaussian_kerplelog
-    mixture(["exp", EXP_HALF, "tanh", "gaussian"], ALIBI, HALF, TANH, GAUSSIAN),
-    mixture(["exp", {"mep": {"kernels": ["tanh", "gaussian"]}}], ALIBI, mean(TANH, GAUSSIAN)),
-    mixture([EXP_HALF, {"gaussian": {"slopes": OLD_GAUSSIAN_SLOPES}}], HALF, -OLD * D**2),
-    mixture(
-        [{"exp": {"slopes": EIGHTH}}, {"gaussian": {"slopes": EIGHTH}}],
-        (-EIGHTH * D).expand(12, -1),
-        (-EIGHTH * D**2).expand(12, -1),
-    ),
+    # A mixture in a mixture, ALiBi with half slopes, and steeper slopes of tanh: ali_sigmoid.
+    mixture([EXP_HALF, {"mep": {"kernels": ["tanh", "gaussian"]}}], HALF, mean(TANH, GAUSSIAN)),
     mixture(
         ["exp", {"tanh": {"slopes": SLOPES, "slope_factor": 0.5}}],
         ALIBI,
         torch.log(2 * torch.sigmoid(-S * D) + 1e-6),
     ),
     mixture([{"kerple_log": {"a": 0.1, "p": 2.2}}], (-2.2 * torch.log(1 + 0.1 * D)).expand(12, -1)),
-    mixture(
-        [EXP_HALF, "gaussian", "kerple_log"],
-        HALF,
-        GAUSSIAN,
-        lambda of: kerple_log(of, "kernels.2."),
-    ),
     Case(
         "mep",
         {"kernels": ["exp", {"exp": 0.25}], "weights": [0.9, 0.1]},
