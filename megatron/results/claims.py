@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import scipy
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from megatron.errors import UserError, did_you_mean, in_words
 from megatron.files import read_small
@@ -149,17 +149,10 @@ def read_claims(path: Path) -> tuple[str, list[Claim]]:
     """The source and the claims of a file; UserError for a fault."""
     try:
         file = File.model_validate(parse(read_small(path, LARGEST).decode()))
-    except ValidationError as fault:
-        first = fault.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
-        raise UserError(
-            f"{path}: {place}: {first['msg']} - write source (paper, section, url) and claims,"
-            " a list of lines"
-        ) from None
     except (OSError, ValueError) as fault:
         raise UserError(
-            f"{path}: cannot be read as claims: {in_words(fault)}"
-            " - write a file such as configs/claims/kerple.yml"
+            f"{path}: cannot be read as claims: {in_words(fault)} - write source (paper, section,"
+            " url) and claims, a list of lines, as in configs/claims/kerple.yml"
         ) from None
     claims: dict[str, Claim] = {}
     for number, line in enumerate(file.claims, 1):

@@ -167,11 +167,11 @@ def facts_of_line(text: bytes, kind: type) -> Facts:
     try:
         adapter(kind).validate_python(facts, strict=True)
     except ValidationError as fault:
-        first = fault.errors(include_url=False)[0]
-        key, value = first["loc"][0], ascii(first["input"])[:40]
-        if first["type"] == "missing":
-            raise ValueError(f"it lacks {key}") from None
-        raise ValueError(f"its {key} is {value}: {first['msg'].lower()}") from None
+        faults = fault.errors(include_url=False)
+        if missing := [str(each["loc"][0]) for each in faults if each["type"] == "missing"]:
+            raise ValueError(f"it lacks {', '.join(missing)}") from None
+        key, value = faults[0]["loc"][0], ascii(faults[0]["input"])[:40]
+        raise ValueError(f"its {key} is {value}: {faults[0]['msg'].lower()}") from None
     if kind is Row:
         _check_counts(facts)
     return facts
@@ -193,6 +193,9 @@ def _check_counts(row: Mapping[str, Any]) -> None:
     """Raises ValueError for losses that do not fit the targets: intervals count on them."""
     if row["tokens"] == 0 and not row.get("reason"):  # retrieval: no target was asked
         raise ValueError("its tokens are 0, not 1 or more")
+    for key in ("perplexity", "accuracy", "token_accuracy"):
+        if row["loss"] is None and row.get(key) is not None:
+            raise ValueError(f"its loss is null, its {key} {row[key]:g}")
     windows = row["windows"]
     window_tokens = row.get("window_tokens")
     blocks = row.get("block_losses") or []

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, StringConstraints
 
-from megatron.errors import UserError, did_you_mean
+from megatron.errors import UserError, did_you_mean, in_words
 from megatron.files import read_small
 from megatron.results.row import ATTENTION_INPUTS, CORPUS_AXIS, Row, cell_of, value_of
 from megatron.results.table import in_columns, mean_and_std, variant_of
@@ -71,14 +71,11 @@ def published(name: str) -> Published:
             # As text: 3.40 stays "3.40".
             facts["cells"] = yaml.load(text, yaml.BaseLoader).get("cells")
         return Published.model_validate(facts)
-    except ValidationError as fault:
-        first = fault.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise UserError(
-            f"{path}: {place}: {first['msg']} - take a table of {TABLES} as an example"
-        ) from None
     except (OSError, ValueError) as fault:
-        raise UserError(f"{path}: cannot be read as a table: {fault}") from None
+        raise UserError(
+            f"{path}: cannot be read as a table: {in_words(fault)} - take one of {TABLES} as an"
+            " example"
+        ) from None
 
 
 # --- Ours beside a paper's ---

@@ -117,32 +117,27 @@ def tables_of_probes(rows: Sequence[ProbeRow]) -> list[Table]:
         if not row.get("reason"):
             rows_of.setdefault(row["probe"], []).append(row)
     tables = []
-    for task in TASKS:
-        if task not in rows_of:
-            continue
+    for task in filter(rows_of.get, TASKS):
         axis = axis_of(task)
-        cells: dict[float, dict[int, str]] = {}
+        cells: dict[tuple[float, int], str] = {}
         for row in rows_of[task]:
             guess = row.get("guess")
             guess_rate = "" if guess is None else f"({guess:.2g}) "
-            accuracy = row.get("accuracy") or 0.0
             gain = (row.get("log_probability") or 0.0) - (row.get("without") or 0.0)
-            place = cast("dict[str, float]", row).get(axis, 0.0)
-            by_length = cells.setdefault(place, {})
-            numbers = f"{accuracy:.2f} {guess_rate}{gain:+.2f}"
-            if by_length.setdefault(row["length"], numbers) != numbers:
+            numbers = f"{row.get('accuracy') or 0.0:.2f} {guess_rate}{gain:+.2f}"
+            place = cast("dict[str, float]", row).get(axis, 0.0), row["length"]
+            if cells.setdefault(place, numbers) != numbers:
                 raise UserError(
                     f"{task}: {row['pos_emb']} was asked twice at length {row['length']}, and its"
                     " answers differ - give the results of one call"
                 )
-        lengths = sorted({row["length"] for row in rows_of[task]})
-        head = [PLACES[axis], *map(str, lengths)]
-        body = []
-        for place, by_length in sorted(cells.items()):
-            line = [by_length.get(length, "") for length in lengths]
-            body.append([f"{place:g}", *line])
+        places, lengths = (sorted(set(values)) for values in zip(*cells, strict=True))
+        body = [
+            [f"{place:g}", *(cells.get((place, int(length)), "") for length in lengths)]
+            for place in places
+        ]
         title = f"{task}: token accuracy, (guess rate), gain in nats"
-        tables.append(Table(head, body, title=title))
+        tables.append(Table([PLACES[axis], *map(str, lengths)], body, title=title))
     if fields := rows_of.get("receptive_field"):
         body = [[str(row["length"]), str(row.get("reach"))] for row in fields]
         title = "receptive_field: tokens that hold 99 % of the gradient"
