@@ -25,7 +25,6 @@ from megatron import entry
 from megatron.checkpoints.saved import with_parent
 from megatron.cli_errors import CommandParser, print_line, status_of
 from megatron.config import Config
-from megatron.config.document import help_text
 from megatron.errors import UserError
 from megatron.files import ROOT, read_small
 from megatron.parallel.grid import Grid, free_port
@@ -62,7 +61,7 @@ def _start(words: list[str]) -> None:
         words = words[1:]
     if not words or words[0] in HELP:
         print(f"usage: {LAUNCHER} SCRIPT FILE… key=value… [-d DIR] [options of the script]")
-        print(f"\n{__doc__}\nKeys, in files and as key=value:\n\n{help_text()}")
+        print(f"\n{__doc__}\nKeys of the configuration: see configs/README.md")
         return
     script, rest = find_script(words[0]), words[1:]
     if HELP & set(rest):

@@ -14,13 +14,13 @@ import torch
 from megatron.checkpoints.saved import find
 from megatron.cli_errors import CommandParser, print_line, status_of
 from megatron.config import Config, load
-from megatron.config.document import help_text
 from megatron.config.yaml_files import is_override
 from megatron.errors import visible
 from megatron.files import expanded
 from megatron.parallel.grid import learn_place, left_at_the_end
 from megatron.parallel.threads import flush_denormals
 
+KEYS_ARE = "Keys of the configuration: see configs/README.md"
 NO_EFFECT = ": accepted, has no effect here: "
 FEW = 3  # notes about keys without effect that are printed in full
 
@@ -35,7 +35,7 @@ def run(
 ) -> NoReturn:
     """Parse, load the configuration, call main(config, options) and exit with what it returns.
 
-    --help shows the docstring of main's file and every key.
+    --help shows the docstring of main's file.
     purpose: "train" or "evaluate", which need more keys than a model does
     options: adds the script's own arguments
     config_needed: False: main gets None if neither a file nor key=value is given
@@ -44,7 +44,7 @@ def run(
     """
     start_logging()
     flush_denormals()
-    parser = CommandParser(description=sys.modules[main.__module__].__doc__, epilog=help_text())
+    parser = CommandParser(description=sys.modules[main.__module__].__doc__, epilog=KEYS_ARE)
     words_help = "YAML files, merged in order, then settings"
     parser.add_argument("words", nargs="*", metavar="FILE | key=value", help=words_help)
     add_conf_dir(parser)

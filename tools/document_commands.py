@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -21,7 +20,6 @@ PAGES = ROOT / "docs" / "commands"
 FILES = ("tiny.yml", "published.yml")  # of docs/commands, which commands of the session read
 IN_CLONE = ("megatron", "tools", "configs", "docs", "README.md", "LICENSE")
 SHOWN = 34  # lines of one command's output; more are left out in the middle
-KEYS = re.compile(r"\n\n(?:Keys[^\n]*\n\n)?model: ")  # where --help begins to list them all
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 
 Runner = Callable[[Sequence[str], Path], tuple[int, str]]
@@ -63,11 +61,8 @@ def text_of(page: dict[str, Any], folder: Path, run: Runner) -> str:
         parts += ["```sh", command, "```", ""]
         parts += ["```text", *lines, "```", ""]
     _, output = run([page["script"], "--help"], folder)
-    options, *keys = KEYS.split(output, maxsplit=1)
-    if keys:
-        options += "\n\nKeys of the configuration: see configs/README.md\n"
     parts += ["## Options", ""]
-    parts += ["```text", options.strip(), "```", ""]
+    parts += ["```text", output.strip(), "```", ""]
     parts += ["[All commands](README.md)", ""]
     return "\n".join(parts)
 

@@ -1,7 +1,6 @@
-"""The text of every key, for --help and configs/README.md (`make docs` writes the latter)."""
+"""The text of every key, for configs/README.md (`make docs` writes it)."""
 
 import argparse
-import textwrap
 import types
 import typing
 from collections.abc import Sequence
@@ -58,7 +57,9 @@ def readme() -> str:
         for key in all_keys():
             if key.section == name:
                 kind = _type(key.info.annotation, key.info.metadata).replace("|", "or")
-                default = default_text(key).removeprefix("default: ")
+                default = key.follows or "required"
+                if not key.follows and not key.info.is_required():
+                    default = as_yaml(plain(default_of(key.info)))
                 parts.append(f"| `{key.name}` | {kind} | {default} | {description(key)} |")
         parts.append("")
     parts.append("## Older spellings\n\n| key | here |\n|---|---|")
@@ -70,28 +71,6 @@ def readme() -> str:
     older |= {key: f"no effect: {why}" for key, why in NO_EFFECT.items()}
     parts += [f"| `{key}` | {meaning} |" for key, meaning in older.items()]
     return "\n".join(parts) + "\n"
-
-
-def help_text() -> str:
-    """All keys for a terminal."""
-    lines = []
-    for name, section in SECTIONS.items():
-        lines += ["", f"{name}: {_one_line(section.__doc__)}"]
-        for key in all_keys():
-            if key.section == name:
-                kind = _type(key.info.annotation, key.info.metadata)
-                lines.append(f"  {key.name} ({kind}; {default_text(key)})")
-                lines.append(textwrap.indent(textwrap.fill(description(key), 94), " " * 6))
-    return "\n".join(lines).strip()
-
-
-def default_text(key: Key) -> str:
-    """The value that holds if a key is not given, in words."""
-    if key.follows:
-        return f"default: {key.follows}"
-    if key.info.is_required():
-        return "required"
-    return f"default: {as_yaml(plain(default_of(key.info)))}"
 
 
 def description(key: Key) -> str:

@@ -1,4 +1,4 @@
-"""Rows of results, tokenizers, configurations and checkpoints' facts from random JSON and YAML."""
+"""Rows of results, tokenizers and checkpoints' facts from random JSON and YAML."""
 
 import json
 
@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.checkpoints.manifest import read_record
-from megatron.config import load
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.train import train_tokenizer
 from megatron.report.page import page_of
@@ -78,16 +77,6 @@ def test_a_tokenizer_of_any_parts(tmp_path, changes, model):
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(content))
     works_or_says_why(lambda: build_tokenizer("HFTokenizer", path).encode("a b"))
-
-
-@fuzzed
-@given(
-    text=st.one_of(st.text(max_size=60), VALUES.map(lambda value: json.dumps({"pos_emb": value})))
-)
-def test_any_text_as_a_configuration(tmp_path, text):
-    path = tmp_path / "c.yml"
-    path.write_bytes(text.encode(errors="replace"))
-    works_or_says_why(lambda: load([path]))
 
 
 @fuzzed
