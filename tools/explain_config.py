@@ -21,11 +21,11 @@ from megatron.config.schema import SECTIONS, all_keys, plain
 from megatron.data.parts import open_parts
 from megatron.entry import add_conf_dir, settings_first, split_words
 from megatron.errors import UserError, visible
-from megatron.model.size import BACKWARD, parameters
+from megatron.model.size import parameters
 from megatron.parallel.machine import in_bytes
 from megatron.report.catalogue import formula
 from megatron.strict_yaml import on_one_line
-from megatron.sweeps.cost import DEVICES, UTILISATION, evaluation_flops, forward_flops, named_device
+from megatron.sweeps.cost import DEVICES, UTILISATION, evaluation_flops, named_device, training_cost
 from megatron.training.batches import likely_rows, windows_per_step, with_epochs
 from megatron.training.fits import needs
 
@@ -65,13 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     kind = "cpu" if options.gpu == "cpu" else "cuda"  # where blocks of logits are larger
     need = needs(config, vocab, devices, torch.device(kind))
     evaluated = evaluation_flops({}, config, vocab)
-    flops = training_flops(config, groups)
+    steps = config.training.train_iters * groups
+    tokens, flops = training_cost(config, vocab, steps)
     lines += [
         f"this run (hash {config.hash}, encoding {config.label})",
         f"  parameters          {counted.whole:,}",
         f"    in the encoding   {counted.positions:,}",
         f"  vocabulary          {vocab:,} rows, by the data, or GPT-2's if there are none",
-        f"  tokens              {training_tokens(config, groups):,}",
+        f"  tokens              {tokens:,}",
         f"  FLOP of training    {flops:.3g}",
         f"  FLOP to evaluate    {evaluated:.3g}, eval_tokens at every length",
         f"  memory to train     {in_bytes(need.memory)} on each of {devices} device(s)",
@@ -88,18 +89,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines.append(f"  {gpu:<9} {_short(hours)} ({each} on {devices}); {basis}")
     print(visible("\n".join(lines)))
     return 0
-
-
-def training_tokens(config: Config, groups: int) -> int:
-    """Tokens of the whole training."""
-    windows = config.training.train_iters * windows_per_step(config) * groups
-    return windows * config.model.seq_length
-
-
-def training_flops(config: Config, groups: int) -> float:
-    """Operations of the whole training, forward and backward."""
-    per_token = forward_flops(config, likely_rows(config), config.model.seq_length)
-    return BACKWARD * per_token * training_tokens(config, groups)
 
 
 def key_lines(config: Config, *, only_given: bool) -> Iterator[str]:

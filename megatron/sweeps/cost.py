@@ -51,12 +51,18 @@ def cost(sweep: Sweep, states: Sequence[State]) -> tuple[int, float]:
     tokens, flops = 0, 0.0
     for cell, state in zip(sweep.cells, states, strict=True):
         config, vocab = cell.config, likely_rows(cell.config)
-        length = config.model.seq_length
-        untrained = max(0, cell.steps - state.step) * windows_per_step(config) * length
-        tokens += untrained
-        flops += untrained * size.BACKWARD * forward_flops(config, vocab, length)
+        cell_tokens, cell_flops = training_cost(config, vocab, max(0, cell.steps - state.step))
+        tokens += cell_tokens
+        flops += cell_flops
         flops += sum(evaluation_flops(call.options, config, vocab) for call in state.missing)
     return tokens, flops
+
+
+def training_cost(config: Config, vocab: int, steps: int) -> tuple[int, float]:
+    """Tokens, and operations forward and backward, of steps of one rank."""
+    length = config.model.seq_length
+    tokens = steps * windows_per_step(config) * length
+    return tokens, tokens * size.BACKWARD * forward_flops(config, vocab, length)
 
 
 def forward_flops(config: Config, vocab: int, length: int) -> float:

@@ -6,8 +6,9 @@ import pytest
 
 from megatron.config import load
 from megatron.config.schema import all_keys
+from megatron.sweeps.cost import training_cost
 from tests.support import ROOT, blocks
-from tools.explain_config import main, training_flops, training_tokens
+from tools.explain_config import main
 
 SHAPE = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=64"]
 BASE = str(ROOT / "configs" / "125M.yml")
@@ -44,9 +45,9 @@ def test_the_papers_run_by_hand_and_what_the_page_shows(capsys, monkeypatch):
     config = load([BASE])
     matrices = 12 * 12 * 768**2 + 50304 * 768
     forward = 2 * matrices + 4 * 12 * 768 * 512 / 2
-    assert training_tokens(config, 1) == 50_000 * 32 * 512
-    assert training_flops(config, 1) == 3 * forward * 50_000 * 32 * 512
-    hours = training_flops(config, 1) / 989e12 / 0.4 / 3600
+    tokens, flops = training_cost(config, 50304, 50_000)
+    assert (tokens, flops) == (50_000 * 32 * 512, 3 * forward * 50_000 * 32 * 512)
+    hours = flops / 989e12 / 0.4 / 3600
     eight = ["train_batch_size=256", "--brief", "--gpu", "h100", "--mfu", "0.4"]
     printed = explained(capsys, BASE, *eight)
     match = re.search(r"h100 +([\d.]+) hours \(([\d.]+) hours on 8\); ", printed)
