@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron.config import Config, load
 from megatron.errors import UserError
 
+FAULTS = yaml.safe_load(Path(__file__).with_name("faults.yml").read_text(encoding="utf-8"))
 SIZES = ["num_layers=2", "hidden_size=96", "num_attention_heads=12", "seq_length=64"]
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.config import deepspeed_config, load
-from tests.config.small import SIZES, faults, loaded, write
+from tests.config.small import FAULTS, SIZES, faults, loaded, write
 from tests.published import PATHS, RECIPE
 
 EXPERIMENT = """{
@@ -125,47 +125,8 @@ def test_every_historic_way_to_choose_a_precision(tmp_path, published):
     assert "fp16.enabled: false means precision: fp32" in config.notes
 
 
-FAULTS = {
-    "bf16={enabled: true};fp16={enabled: true}": (
-        "precision: bf16: bf16 and fp16: fp16 contradict each other; keep one of them"
-    ),
-    "fp16={enabled: maybe, type: fp16}": (
-        "fp16: takes enabled: true or false, and type: fp16 or bfloat16, got enabled: maybe,"
-        " type: fp16"
-    ),
-    "bf16=maybe": "bf16: must be a mapping such as {enabled: true}, got 'maybe'",
-    "fp16.scale=1": "fp16.scale: no such key; did you mean fp16.loss_scale?",
-    "save_interval=5;checkpoint_factor=6": (
-        "save_interval: 5 and checkpoint_factor: 6 contradict each other; keep one of them"
-    ),
-    "rotary_pct=0.5;pos_emb_args.rotary_pct=1.0": (
-        "rotary_pct: 0.5 and pos_emb_args.rotary_pct: 1.0 contradict each other; keep one of them"
-    ),
-    "zero_optimization.cpu_offload=true": (
-        "zero_optimization.cpu_offload: moving the optimizer to the CPU's memory is not offered;"
-        " set it to false or drop it"
-    ),
-    "deepspeed_extra_args.bf16.enabled=true": (
-        "deepspeed_extra_args: DeepSpeed gets settings of its own from the keys here; set it to"
-        " false or drop it"
-    ),
-    "te_mha=true": "te_mha: TransformerEngine and fp8 are not used; set it to false or drop it",
-    "attention_config=[[[local], 2]]": (
-        "attention_config: [[['local'], 2]] is not offered, only global and flash, which need no"
-        " key; for windows of layers write window_layers: [256, null]"
-    ),
-    "sliding_window_width=64": (
-        "sliding_window_width: write window, one more than this width, which leaves out the token"
-        " itself; set it to false or drop it"
-    ),
-    "pos-emb=kerple_power_b_": (
-        "pos_emb: no encoding is called 'kerple_power_b_'; did you mean kerple_power?"
-    ),
-}
-
-
 def test_contradictions_and_what_is_not_offered_are_refused_with_the_reason():
-    for words, line in FAULTS.items():
+    for words, line in FAULTS["legacy"].items():
         assert faults(*words.split(";")) == [line]
 
 

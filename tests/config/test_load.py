@@ -12,7 +12,7 @@ from megatron.config import Config, load
 from megatron.config.legacy import CORPORA, NAMES
 from megatron.config.schema import PATHS, all_keys
 from megatron.errors import UserError
-from tests.config.small import SIZES, faults, loaded, write
+from tests.config.small import FAULTS, SIZES, faults, loaded, write
 from tests.support import ROOT
 
 BLEND = ["train_data_paths=[d/a, d/b]", "valid_data_paths=[d/c]"]
@@ -104,129 +104,11 @@ def test_all_faults_come_in_one_message():
     )
 
 
-FAULTS = {
-    "num_layers=0": "num_layers: must be > 0, got 0",
-    "num_layers=2.5": "num_layers: must be a whole number, got 2.5",
-    "num_layers=null": "num_layers: must be a whole number, got nothing",
-    "no_weight_tying=1": "no_weight_tying: must be true or false, got 1",
-    "warmup=1.5": "warmup: must be <= 1, got 1.5",
-    "min_lr=.nan": "min_lr: must be a finite number, got nan",
-    "min_lr=1": "min_lr: 1 is more than optimizer.params.lr = 0.0006; lower it",
-    "eval_lengths=[]": "eval_lengths: must be a list of at least 1, got []",
-    "optimizer=5": "optimizer: must be a mapping such as {key: value}, got 5",
-    "optimizer.type=SGD": "optimizer.type: must be Adam, AdamW or Muon, got 'SGD'",
-    "optimizer.type=Muon precision=bf16": (
-        "optimizer.type: Muon turns whole matrices, and ZeRO, with which bf16 and fp16 run, cuts"
-        " them; set zero_optimization.stage: 0 and precision: fp32, or type: Adam"
-    ),
-    "lr_decay_style=WSD lr_schedule=neox-2022": (
-        "lr_decay_style: wsd is none of lr_schedule: neox-2022; set lr_schedule: standard"
-    ),
-    "lr_wsd_decay_iters=5": (
-        "lr_wsd_decay_iters: belongs to lr_decay_style: wsd; set that, or drop this"
-    ),
-    "lr_decay_style=wsd lr_decay_iters=10 lr_wsd_decay_iters=10": (
-        "lr_wsd_decay_iters: 10 steps of decay and the warm-up are more than lr_decay_iters = 10;"
-        " lower one of them"
-    ),
-    "optimizer.params.momentum=0.9": (
-        "optimizer.params.momentum: is Muon's, and optimizer.type is Adam; drop it, or give betas"
-    ),
-    "optimizer.type=Muon optimizer.params.muon_lr=0.02": (
-        "optimizer.params.muon_lr: Muon's steps have the size of Adam's here, so"
-        " optimizer.params.lr, such as 6e-4, serves both; set it to false or drop it"
-    ),
-    "window=all": "window: must be a whole number or train_length, got 'all'",
-    "save=[a]": "save: must be a text; put it in quotes, got ['a']",
-    "attention_dropout=0.1": (
-        "attention_dropout: must be <= 0, got 0.1;"
-        " the attention backends compute no dropout on probabilities"
-    ),
-    "num_key_value_heads=5": (
-        "num_key_value_heads: 5 do not divide num_attention_heads = 12; give a number that does"
-    ),
-    "max_position_embeddings=32": (
-        "max_position_embeddings: 32 is less than seq_length = 64; set it to 64 or more"
-    ),
-    "train_batch_size=7": (
-        "train_batch_size: 7 is not a multiple of train_micro_batch_size_per_gpu *"
-        " gradient_accumulation_steps = 4; give one"
-    ),
-    "checkpoint_scale=log": (
-        "checkpoint_scale: log saves at the powers of save_interval = 0;"
-        " set save_interval to 2 or more"
-    ),
-    "reset_position_ids=true": (
-        "reset_position_ids: needs reset_attention_mask: true, because the distance to a token"
-        " of another document would mean nothing; set both, or neither"
-    ),
-    "wandb_host=https://me:key@host": (
-        "wandb_host: holds a name or password, which every checkpoint would keep;"
-        " write the address alone, and give the key in WANDB_API_KEY"
-    ),
-    "split=a/b": (
-        "split: 'a,b' is not a list of shares for train, valid, test"
-        " - write up to three numbers, such as 949,50,1"
-    ),
-    "data_path=a,b": (
-        "data_path: 'a,b' names several files; give one prefix, or a blend of whole corpora"
-        " as train_data_paths: [a,b]"
-    ),
-    "data_path=a/b.bin": "data_path: a/b.bin is a file; give the prefix a/b",
-    "train_data_paths=[d/a, d/../d/a]": (
-        "train_data_paths: d/../d/a stands there twice; give it once, with a larger weight"
-    ),
-    "train_data_weights=[1, -2]": "train_data_weights: must be > 0, got -2",
-    "valid_data_weights=[1]": (
-        "valid_data_weights: 1 weights for the 0 corpora of valid_data_paths; give one for each"
-    ),
-    "weight_by_num_documents=true": (
-        "weight_by_num_documents: weighs the corpora of train_data_paths; give them"
-    ),
-    "num_nodes=2": "num_nodes: 2 machines need a hostfile with lines `host slots=8`; set hostfile",
-    "pos_emb_args.bse=1": "pos_emb_args: rotary takes no option 'bse'; did you mean base?",
-    "flux_capacitor=1": "flux_capacitor: no such key; configs/README.md lists all keys",
-    "seed=[1": "seed=[1: not valid YAML (line 1: expected ',' or ']', but got '<stream end>')",
-    "9seed=1": "9seed=1: is neither a file nor key=value",
-    "profile=true profile_step_start=20": (
-        "profile_step_stop: 12 is before profile_step_start = 20; raise it"
-    ),
-    "include=localhost:0 exclude=localhost:1": (
-        "include and exclude and num_gpus or num_nodes contradict each other; keep one of them"
-    ),
-    "torch_compile=true zero_optimization.stage=3": (
-        "torch_compile: compiles again for every hook of ZeRO stage 3 until it gives up;"
-        " use stage 2, or set false"
-    ),
-    "train_epochs=2 train_iters=100": (
-        "train_iters and train_epochs contradict each other; keep one of them"
-    ),
-}
-OF_BLENDS = {
-    "data_path=d/x": (
-        "data_path: d/x beside train_data_paths; one corpus whose parts split divides is"
-        " data_path, whole corpora for each part are train_data_paths, valid_data_paths,"
-        " test_data_paths; drop one kind, such as with data_path=null"
-    ),
-    "test_data_paths=[d/a]": (
-        "test_data_paths: d/a is trained on too (train_data_paths), so a loss there says"
-        " nothing of new text; prepare text that is held out"
-    ),
-    "weight_by_num_documents=true train_data_weights=[1,2]": (
-        "weight_by_num_documents and train_data_weights contradict each other; keep one of them"
-    ),
-    "train_epochs=2 train_data_weights=[1,2]": (
-        "train_data_weights: cannot be combined with train_epochs; set train_iters"
-    ),
-}
-
-
 def test_every_fault_says_what_is_wrong_and_what_to_write():
-    for words, line in FAULTS.items():
-        settings = [words] if "[" in words else words.split(" ")
-        assert faults(*settings) == [line]
-    for words, line in OF_BLENDS.items():
-        assert faults(*BLEND, *words.split(" ")) == [line]
+    for words, line in FAULTS["load"].items():
+        assert faults(*words.split(";")) == [line]
+    for words, line in FAULTS["of_blends"].items():
+        assert faults(*BLEND, *words.split(";")) == [line]
 
 
 def test_a_key_may_be_given_twice_with_one_value(tmp_path):

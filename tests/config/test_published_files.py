@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 
 import deepy
 from megatron.config import load
@@ -24,33 +25,7 @@ RELEASED = {
     "snope_norm_original_scaling_": ["exp", {"exp": 0.5}, "gaussian"],
     "snope_kerplelog": ["gaussian", "exp", "t5", "kerple_log"],
 }
-MIXTURES = {
-    "ali_ali05_gaussian_all003_fp32_arxiv_1235": {"kernels": ["exp", {"exp": 0.5}, "gaussian"]},
-    "ali_05_tanh_gau_all004_fp32_openwebtext2_1235": {
-        "kernels": ["exp", {"exp": 0.5}, "tanh", "gaussian"]
-    },
-    "len1024_t5_kerplelog_gau_alibi_github_1239": {
-        "kernels": ["t5", "kerple_log", "gaussian", "exp"]
-    },
-    "medium_gaussian_kerplelog_arxiv_1235": {"kernels": ["gaussian", "kerple_log"]},
-    "snope_gaussian_def05_hall_fp32_openwebtext2_1236": {"kernels": [{"gaussian": 0.5}]},
-    "snope_ali_tanh025_gau025_fp32_openwebtext2_1235": {
-        "kernels": ["exp", "tanh", "gaussian"],
-        "weights": [0.5, 0.25, 0.25],
-    },
-}
-WITHOUT = {
-    "snope_kerplelog_github_1235": "it repeats pos-emb and names no kernels",
-    "sigmoid_kerplelog_github_1235": (
-        "the released code has no sigmoid kernel, so its slopes are not known"
-    ),
-    "alibi_slopes_h8_openwebtext2_1235": (
-        "the slopes of this experiment are not in the released code"
-    ),
-    "t5_kerplelog_nopara_github_1235": "its word 'nopara' is not known",
-    "ali_all003_github_1235": "it names 1 kernels and says that they are 3",
-    "fp32_github_1235": "it names no kernels",
-}
+MIXTURES = yaml.safe_load(Path(__file__).with_name("mixtures.yml").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -88,11 +63,11 @@ def test_every_published_file_loads_to_train_and_to_evaluate(bases):
 
 
 def test_mixtures_are_read_from_the_names_of_files():
-    for stem, options in MIXTURES.items():
+    for stem, options in MIXTURES["named"].items():
         assert mixture_named(stem, "snope_kerplelog") == options
         words = f"pos_emb_args={options}".replace("'", "")
         assert loaded("pos_emb=mep", words).position.pos_emb_args == options
-    for stem, why in WITHOUT.items():
+    for stem, why in MIXTURES["unknown"].items():
         assert mixture_named(stem, "snope_kerplelog") == why
     notes = Counter()
     for experiment in experiments(MEP):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from megatron.config import load
 from megatron.data import tasks
@@ -246,31 +247,7 @@ def test_which_problems_are_held_out_says_nothing_of_the_answer():
         assert list(answers.values()).count("1") / len(answers) == pytest.approx(0.5, abs=0.15)
 
 
-DIGESTS = {
-    "copy": "721a2dcbe3b5",
-    "reverse": "fcff5c8e59df",
-    "sorting": "3b7308b0bc6f",
-    "parity": "55661004de0e",
-    "addition": "9810b51afb8a",
-    "selective_copy": "8484d4a17f4b",
-    "induction": "4646ed7ae585",
-    "recall": "9c86c32f25f1",
-    "needle": "a7ce91fec190",
-    "variable_tracking": "f832e470c2c2",
-    "flip_flop": "7d88626b26c9",
-    "word_problem": "9545537d3e94",
-    "addition forward": "b1a5076d949d",
-    "selective_copy 3": "f7fc808de519",
-    "recall 1": "cab99c644ede",
-    "recall 26": "f97e78864bf2",
-    "needle 5 7": "1e846b90abf7",
-    "variable_tracking 1 0": "51c7a9ead9e4",
-    "variable_tracking 4 5": "8956e6d12a6a",
-    "flip_flop 0.0": "951f87644098",
-    "flip_flop 1": "26c03661cc1d",
-    "word_problem S3": "6a820b6ff4df",
-    "word_problem S4": "eea70d2adf0a",
-}
+DIGESTS = yaml.safe_load((ROOT / "tests/data/tasks.yml").read_text(encoding="utf-8"))
 
 
 @every_case
