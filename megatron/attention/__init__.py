@@ -7,7 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.attention.documents import TOGETHER, by_chunk, by_document, lengths_of_parts
+from megatron.attention.documents import (
+    TOGETHER,
+    by_chunk,
+    by_document,
+    is_one_document,
+    lengths_of_parts,
+)
 from megatron.attention.eager import eager
 from megatron.attention.sdpa import sdpa
 from megatron.attention.self_check import check
@@ -136,10 +142,10 @@ def attend(
         terms = replace(terms, chunk=None)  # it masks nothing
     # On the CPU a call for each document costs little; a compiler would begin anew for each batch.
     one_by_one = in_parts and name == "sdpa" and k.device.type == "cpu" and not compiling
-    if terms.segments is not None and one_by_one:
-        if (terms.segments == terms.segments[:, :1]).all():
+    if terms.segments is not None and one_by_one and k.shape[2] > TOGETHER:
+        if is_one_document(terms.segments):
             terms = replace(terms, segments=None)
-        elif k.shape[2] > TOGETHER:
+        else:
             rows = lengths_of_parts(terms.segments)
             if rows is not None:
                 return by_document(attend_to_part, q, k, v, terms, rows)

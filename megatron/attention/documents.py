@@ -29,6 +29,11 @@ def by_chunk(attend: Attend, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> T
     return torch.cat(outputs, dim=2)
 
 
+def is_one_document(segments: Tensor) -> bool:
+    """Whether each row is one document."""
+    return bool((segments == segments[:, :1]).all())
+
+
 def lengths_of_parts(segments: Tensor) -> list[list[int]] | None:
     """Lengths of each row's documents, of short neighbours together.
 
@@ -79,6 +84,9 @@ def by_document(
                 continue
             part = replace(terms, content=None).part(slice(None), slice(end - count, end), text)
             part = part.with_tensors(terms.bias, terms.weight, *content)
+            assert part.segments is not None
+            if is_one_document(part.segments):
+                part = replace(part, segments=None)
             outputs_of_row.append(attend(part_q, part_k, part_v, part))
         outputs.append(torch.cat(outputs_of_row, dim=2))
     return torch.cat(outputs)
