@@ -72,9 +72,9 @@ def by_document(
         ]
         # Parts of a split: their gradients are joined once, those of slices would be added.
         parts: list[Any] = []
-        of_queries = (True, False, False, True, False, True)
-        for x, is_of_queries in zip(tensors, of_queries, strict=True):
-            counts = query_counts if is_of_queries else key_counts
+        per_query = (True, False, False, True, False, True)
+        for x, is_per_query in zip(tensors, per_query, strict=True):
+            counts = query_counts if is_per_query else key_counts
             parts.append([None] * len(ends) if x is None else x[text].split(counts, dim=2))
         outputs_of_row = []
         for end, count, part_q, part_k, part_v, *content in zip(
