@@ -176,30 +176,25 @@ def faults_of(path: Path, names: Collection[str] | None = None) -> list[str]:
     if names is not None:
         entries = {name: entry for name, entry in entries.items() if name in names}
     files = [path / name for name in entries]
-    faults = [*filter(None, map(_wrong_size, files, entries.values()))]
+    with ThreadPoolExecutor(THREADS) as pool:
+        faults = [*filter(None, pool.map(_fault, files, entries.values()))]
     listed = {name for name in entries if Path(name).match(ENGINE_STATE)}
     if listed:  # weights alone have lost theirs on purpose
         existing = {file.name for file in path.glob(ENGINE_STATE)}
         faults += [f"{path}/{name}: is not of this checkpoint" for name in existing - listed]
-    if not faults and is_verifiable(record):  # most damage costs no reading
-        with ThreadPoolExecutor(THREADS) as pool:
-            faults += filter(None, pool.map(_wrong_content, files, entries.values()))
     return faults
 
 
-def _wrong_size(file: Path, entry: Mapping[str, Any]) -> str | None:
+def _fault(file: Path, entry: Mapping[str, Any]) -> str | None:
     if not os.path.exists(file):
         return f"{file}: is missing"
     if not file.is_file():
         return f"{file}: is not a file"
     size = file.stat().st_size
-    expected = entry.get("bytes", size)
-    if size != expected:
-        return f"{file}: has {size:,} bytes, {expected:,} were written"
-    return None if size or entry else f"{file}: is empty"
-
-
-def _wrong_content(file: Path, entry: Mapping[str, Any]) -> str | None:
+    if not entry:
+        return None if size else f"{file}: is empty"
+    if size != entry["bytes"]:
+        return f"{file}: has {size:,} bytes, {entry['bytes']:,} were written"
     try:
         digest = entry_of(file)["sha256"]
     except OSError as fault:
@@ -207,8 +202,8 @@ def _wrong_content(file: Path, entry: Mapping[str, Any]) -> str | None:
     return None if digest == entry["sha256"] else f"{file}: was changed after it was written"
 
 
-def check_files(path: Path, *names: str) -> None:
-    """Raises Damaged unless these files of a checkpoint are as they were written."""
+def check_files(path: Path, names: Collection[str] | None = None) -> None:
+    """Raises Damaged unless files of a checkpoint are as they were written; see `faults_of`."""
     faults = faults_of(path, names)
     if faults:
         raise Damaged(faults)

@@ -36,7 +36,7 @@ def read_meta(path: Path) -> tuple[Config, dict[str, Any]]:
     """
     meta = read_record(path)
     config_hash = meta["config_hash"]
-    check_files(path, SETTINGS, COPY)
+    check_files(path, (SETTINGS, COPY))
     config = load([path / SETTINGS])
     if config_hash not in config.hashes:
         files = SETTINGS if config.pos_emb_code is None else f"{SETTINGS} with {COPY}"
@@ -77,7 +77,7 @@ def load_model(
     check_memory(path, config, vocab, FLOAT32)
     file = path / WEIGHTS
     if weights is None:
-        check_files(path, WEIGHTS)
+        check_files(path, (WEIGHTS,))
         try:
             weights = load_file(file)
         except (OSError, SafetensorError) as fault:

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron.checkpoints.manifest import WEIGHTS, Damaged, engine_files, faults_of, note_opened
+from megatron.checkpoints.manifest import WEIGHTS, Damaged, check_files, engine_files, note_opened
 from megatron.checkpoints.read import READ_BY_EVALUATION, read_meta
 from megatron.checkpoints.saved import chosen, latest_step
 from megatron.config import Config
@@ -126,9 +126,7 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
 
     with shared_faults(grid):
         if grid.first:  # one reader of a shared disk
-            faults = faults_of(path, READ_BY_EVALUATION if is_new else None)
-            if faults:
-                raise Damaged(faults)
+            check_files(path, READ_BY_EVALUATION if is_new else None)
     saved = Saved(path, *read_meta(path))
     trained, record = saved.config, saved.record
     note_opened(path, record)
