@@ -214,8 +214,8 @@ def _pairs(
                     difference = Paired(reason=difference.reason)
                 else:
                     axes = axes_of([ours[0], theirs[0]])
-                    others = other_differences(ours[0], theirs[0], axes)
-                    pair = replace(pair, other_differences="; ".join(others.values()))
+                    unlike = other_differences(ours[0], theirs[0], axes)
+                    pair = replace(pair, other_differences="; ".join(unlike.values()))
                 p = difference.over_seeds and difference.over_seeds.p
                 pair = replace(pair, p=p, **vars(difference))
             elif ours[0]["loss"] is None or label == reference:

@@ -103,7 +103,7 @@ def two_by_two(rows: Sequence[Row], title: str = "") -> Table | None:
         method, clip, window = (value_of(row, key) for key in ("method", "clip_distance", "window"))
         is_clipped = method == f"rerope,window={last}" or clip == last
         applied = (is_clipped, row.get("logn_scale"), window != "none")
-        names = [name for name, there in zip(PARTS, applied, strict=True) if there]
+        names = [name for name, is_on in zip(PARTS, applied, strict=True) if is_on]
         name = ", ".join(names) or REPAIRS[0]
         is_other = not is_clipped and (method, clip) != ("none", "none")
         if name in REPAIRS and window in ("none", last + 1) and not is_other:
