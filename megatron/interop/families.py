@@ -35,6 +35,8 @@ TRAINING_ALONE = (
 )
 """Keys of section `model` that do not change what a trained model computes."""
 PROSE = re.compile(r'""".*?"""|#[^\n]*', re.DOTALL)  # of a source
+OF_ROTARY = re.compile(r"^(pos_emb_layers: )?pos_emb_args: rotary: ")
+KEY_IN_FAULT = re.compile(r"(^|(?<=rope_parameters\.))\w+(?=:)|\b\w+_\w+\b")
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,13 @@ class Family:
             return load([], [*words, f"make_vocab_size_divisible_by={config['vocab_size']}"])
         except UserError as fault:
             _, *faults = str(fault).split("\n  ")
-        raise UserError(f"by keys of ours: {'; '.join(faults)}")
+        # These are the user's keys: a message about ours would name no place in the file.
+        theirs = TABLE["keys_by_ours"] | {ours: key for key, (ours, *_) in self.keys.items()}
+        named = []
+        for line in faults:
+            text = OF_ROTARY.sub("rope_parameters.", line)
+            named.append(KEY_IN_FAULT.sub(lambda key: theirs.get(key[0], key[0]), text))
+        raise UserError("; ".join(named))
 
     def config_of(self, config: Config, vocab: int) -> dict[str, Any]:
         """config.json for a model of ours; UserError, with all reasons, if it is another kind.
