@@ -10,8 +10,8 @@ process that failed. With a hostfile DeepSpeed's launcher starts the processes: 
 kills them within 30 seconds and exits with 1.
 """
 
-import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -38,6 +38,7 @@ ONE_PROCESS = ("generate.py",)
 PURPOSES = {"train.py": "train", "evaluate.py": "evaluate"}
 HELP = {"-h", "--help"}
 
+HOST = re.compile(r"(?:\w[\w.-]*@)?(\w[\w.:-]*)\s+slots=[1-9]\d{0,3}")
 LARGEST_HOSTFILE = 1_000_000  # bytes
 
 Device = int | str  # as CUDA_VISIBLE_DEVICES names it: a number, or an identifier of a MIG slice
@@ -197,24 +198,35 @@ def launch_on_many_machines(script: Path, words: Sequence[str], config: Config) 
     """
     hostfile = Path(str(config.launch.hostfile))
     try:
-        read_small(hostfile, LARGEST_HOSTFILE)  # DeepSpeed would start here without it
+        lines = read_small(hostfile, LARGEST_HOSTFILE).split(b"\n")
     except OSError as fault:
         raise UserError(
             f"hostfile: {hostfile} does not exist or cannot be read ({fault.strerror}) - name a"
             " file with lines `host slots=8`"
         ) from None
+    line_of: dict[str, int] = {}
+    for number, line in enumerate(lines, 1):
+        text = line.decode("utf-8", errors="replace").split("#")[0].strip()
+        if not text:
+            continue
+        match = HOST.fullmatch(text)
+        if match is None:
+            raise UserError(
+                f"hostfile: {hostfile}:{number}: {text[:80]!r} is no line `host slots=8` - one"
+                " machine in each line, with its number of devices"
+            )
+        machine = match[1]
+        if machine in line_of:
+            raise UserError(
+                f"hostfile: {hostfile}: {machine} stands in lines {line_of[machine]} and {number} -"
+                " give each machine once, with all its devices"
+            )
+        line_of[machine] = number
+    if not line_of:
+        raise UserError(f"hostfile: {hostfile} has no machine - write lines `host slots=8`")
+
     from deepspeed.launcher import runner
 
-    level = runner.logger.level
-    runner.logger.setLevel(logging.CRITICAL)  # the message below says it
-    try:
-        runner.fetch_hostfile(str(hostfile))
-    except ValueError as fault:
-        raise UserError(
-            f"hostfile: {hostfile}: {fault} - write one machine in each line, once, as"
-            " `host slots=8`"
-        ) from None
-    runner.logger.setLevel(level)
     try:
         runner.main(launcher_words(script, words, config))
     except (ValueError, RuntimeError, OSError, subprocess.CalledProcessError) as fault:

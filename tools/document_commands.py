@@ -1,6 +1,8 @@
-"""Run docs/commands/session.yml and write docs/commands, a page for each command (`make docs`)."""
+"""Run docs/commands/session.yml and write docs/commands, a page for each command (`make docs`).
 
-import argparse
+python tools/document_commands.py --options    the options of each page anew, without its examples
+"""
+
 import os
 import shlex
 import shutil
@@ -11,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.cli_errors import guarded
+from megatron.cli_errors import command_parser, guarded
 from megatron.errors import UserError
 from megatron.files import ROOT, write_text
 from megatron.strict_yaml import parse
@@ -20,6 +22,7 @@ PAGES = ROOT / "docs" / "commands"
 FILES = ("tiny.yml", "published.yml")  # of docs/commands, which commands of the session read
 IN_CLONE = ("megatron", "tools", "configs", "docs", "README.md", "LICENSE")
 SHOWN = 34  # lines of one command's output; more are left out in the middle
+OPTIONS = "## Options"
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 
 Runner = Callable[[Sequence[str], Path], tuple[int, str]]
@@ -60,11 +63,13 @@ def text_of(page: dict[str, Any], folder: Path, run: Runner) -> str:
             lines[half : half + left_out] = [f"… {left_out} more lines …"]
         parts += ["```sh", command, "```", ""]
         parts += ["```text", *lines, "```", ""]
+    return "\n".join([*parts, options_of(page, folder, run)])
+
+
+def options_of(page: dict[str, Any], folder: Path, run: Runner) -> str:
+    """The section of a page that shows the help of its script."""
     _, output = run([page["script"], "--help"], folder)
-    parts += ["## Options", ""]
-    parts += ["```text", output.strip(), "```", ""]
-    parts += ["[All commands](README.md)", ""]
-    return "\n".join(parts)
+    return f"{OPTIONS}\n\n```text\n{output.strip()}\n```\n\n[All commands](README.md)\n"
 
 
 def in_process(words: Sequence[str], folder: Path) -> tuple[int, str]:
@@ -84,12 +89,20 @@ def in_process(words: Sequence[str], folder: Path) -> tuple[int, str]:
 
 @guarded
 def main() -> int:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    parser = command_parser(__doc__)
+    parser.add_argument("--options", action="store_true", help="keep the examples as they are")
+    only_options = parser.parse_args().options
     with tempfile.TemporaryDirectory() as name:
-        make_clone(Path(name))
-        texts = {page["page"]: text_of(page, Path(name), in_process) for page in session()}
-    for name, text in texts.items():
-        write_text(PAGES / f"{name}.md", text)
+        folder = Path(name)
+        make_clone(folder)
+        for page in session():
+            path = PAGES / f"{page['page']}.md"
+            if only_options:
+                examples, _, _ = path.read_text(encoding="utf-8").partition(OPTIONS)
+                text = examples + options_of(page, folder, in_process)
+            else:
+                text = text_of(page, folder, in_process)
+            write_text(path, text)
     return 0
 
 

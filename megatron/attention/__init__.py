@@ -1,7 +1,7 @@
 """Causal attention with a bias by head and distance, and the choice of its backend."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,15 @@ BACKENDS: dict[str, Backend] = {
     "triton": triton_attention,
 }
 """Values of `attention_backend`, besides auto."""
+BY_TRITON = {"bias", "weight", "window", "chunk", "segments", "content", "sink", "needs_lse"}
+COMPUTED = {"sdpa": BY_TRITON | {"index_bias", "scores"}, "triton": BY_TRITON}
+"""The terms that a backend computes; eager, the definition, computes all. Others are refused."""
+REASONS = {
+    "on_scores": "the encoding looks at content",
+    "scores": "the encoding gives scores by content",
+    "index_bias": "it reads biases from a table by distance, not by indices",
+}
+"""Why a backend does not compute a term."""
 TRUSTED = {"eager", "sdpa"}  # these need no compiler of ours
 
 
@@ -188,13 +197,9 @@ def choose(backend: str, q: Tensor, terms: Terms, *, narrow_values: bool = False
     if backend not in BACKENDS:
         names = ", ".join(["auto", *BACKENDS])
         raise UserError(f"attention_backend: {backend!r} is not known; choose from {names}")
-    reason = None
-    if backend != "eager" and terms.on_scores is not None:
-        reason = "the encoding looks at content"
-    elif backend == "triton":
-        reason = triton_refusal(q, terms, narrow_values=narrow_values)
+    reason = refusal(backend, q, terms, narrow_values)
     if reason is not None:
-        other = "eager" if terms.on_scores is not None else "auto or sdpa"
+        other = "auto or eager" if backend == "sdpa" else "auto or sdpa"
         raise UserError(
             f"attention_backend: {backend} cannot compute this: {reason}; choose {other}"
         )
@@ -202,10 +207,11 @@ def choose(backend: str, q: Tensor, terms: Terms, *, narrow_values: bool = False
 
 
 def _best(q: Tensor, terms: Terms, narrow_values: bool) -> Choice:
-    if terms.on_scores is not None:
-        return Choice("eager", "the encoding looks at content")
+    obstacle = refusal("sdpa", q, terms, narrow_values)
+    if obstacle is not None:
+        return Choice("eager", obstacle)
     if terms.scores is not None:
-        return Choice("sdpa", "the encoding gives scores by content")
+        return Choice("sdpa", REASONS["scores"])
     if q.device.type != "cuda":
         return Choice("sdpa", f"on the {q.device.type.upper()}")
     named = {
@@ -218,7 +224,20 @@ def _best(q: Tensor, terms: Terms, narrow_values: bool) -> Choice:
     if not reasons:
         return Choice("sdpa", "plain causal on CUDA")
     reason = " and ".join(reasons) + " on CUDA"
-    obstacle = triton_refusal(q, terms, narrow_values=narrow_values)
+    obstacle = refusal("triton", q, terms, narrow_values)
     if obstacle is None:
         return Choice("triton", reason)
     return Choice("sdpa", f"{reason}; not triton: {obstacle}")
+
+
+def refusal(backend: str, q: Tensor, terms: Terms, narrow_values: bool) -> str | None:
+    """Why a backend cannot compute this, in one sentence, or None."""
+    if backend == "eager":
+        return None
+    for term in fields(terms):
+        is_set = getattr(terms, term.name) is not term.default
+        if is_set and term.name not in COMPUTED[backend]:
+            return REASONS.get(term.name, f"it does not compute {term.name}")
+    if backend == "triton" and narrow_values:
+        return "queries and keys are wider than values"
+    return triton_refusal(q, terms) if backend == "triton" else None

@@ -35,12 +35,8 @@ def triton_attention(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Ten
     return out, lse * math.log(2) if terms.needs_lse else None
 
 
-def refusal(q: Tensor, terms: Terms, *, narrow_values: bool = False) -> str | None:
-    """Why these inputs are not for Triton, in one sentence, or None: see `choose`."""
-    if terms.scores is not None:
-        return "the encoding gives scores by content"
-    if narrow_values:
-        return "queries and keys are wider than values"
+def refusal(q: Tensor, terms: Terms) -> str | None:
+    """Why these inputs are not for Triton, in one sentence, or None."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     interpreted = q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
@@ -52,8 +48,6 @@ def refusal(q: Tensor, terms: Terms, *, narrow_values: bool = False) -> str | No
         return f"head_dim {q.shape[3]} is more than {LARGEST_HEAD}"
     if q.shape[0] * q.shape[1] > MOST_PROGRAMS:
         return f"batch {q.shape[0]} times heads {q.shape[1]} is more than {MOST_PROGRAMS}"
-    if terms.index_bias is not None:
-        return "it reads biases from a table by distance, not by indices"
     if terms.content is not None and terms.content.rank > 1:
         return f"it knows biases by content of rank one, not {terms.content.rank}"
     return None

@@ -230,15 +230,15 @@ def checkpoint_to_continue(config: Config) -> Path | None:
         return None if is_new else chosen(str(keys.load))
     if is_one_folder or (keys.load is not None and load.parent == save and not keys.finetune):
         return chosen(str(keys.load))
-    own = chosen(str(keys.save))
+    saved = chosen(str(keys.save))
     if keys.load is not None:
-        trained, record = read_meta(own)
+        trained, record = read_meta(saved)
         began_from = Path(trained.checkpoint.load or "").resolve()
         began_so = keys.finetune or (load == began_from and not trained.checkpoint.finetune)
         if keys.use_checkpoint_lr_scheduler:
-            config = with_schedule(config, Start(Saved(own, trained, record)))
+            config = with_schedule(config, Start(Saved(saved, trained, record)))
         if began_so and record["config_hash"] in config.hashes:
-            return own
+            return saved
     owner = "" if keys.load is None else " of another configuration or load than this"
     raise UserError(
         f"save: {keys.save} holds a checkpoint of step {existing} already{owner} - set load:"

@@ -1,10 +1,12 @@
 """Which backend computes, and why: by device, the encoding's needs and the configuration."""
 
+from dataclasses import dataclass, fields
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron.attention import BACKENDS, attention, choose
+from megatron.attention import BACKENDS, COMPUTED, attention, choose
 from megatron.attention.terms import Content, Terms
 from megatron.conformance.subject import Subject
 from megatron.errors import UserError
@@ -47,7 +49,12 @@ def test_a_backend_that_cannot_compute_something_says_why_and_what_can():
     looks, by_index = Terms(on_scores=torch.sin), Terms(index_bias=torch.add)
     for backend, terms, narrow, message in (
         ("flash", Terms(), False, "'flash' is not known; choose from auto, eager, sdpa, triton"),
-        ("sdpa", looks, False, f"sdpa {cannot}: the encoding looks at content; choose eager"),
+        (
+            "sdpa",
+            looks,
+            False,
+            f"sdpa {cannot}: the encoding looks at content; choose auto or e",
+        ),
         ("triton", Terms(), True, f"triton {cannot}: queries and keys are wid"),
         ("triton", by_index, False, f"triton {cannot}: .*; choose auto or sdpa"),
     ):
@@ -76,3 +83,21 @@ def test_a_model_names_the_backend_that_really_acts(name, monkeypatch):
         monkeypatch.setitem(BACKENDS, backend, noted)
     gpt(torch.zeros(1, 5, dtype=torch.long))
     assert set(acted) == {gpt.resolved_backend}
+
+
+def test_a_term_that_a_backend_does_not_name_is_refused_by_it():
+    """So a new field of `Terms` that a backend forgets is an error, never another result."""
+
+    @dataclass(frozen=True)
+    class More(Terms):
+        softcap: float | None = None
+
+    more = More(TABLE, softcap=50.0)
+    for backend in ("sdpa", "triton"):
+        with pytest.raises(UserError, match="cannot compute this: it does not compute softcap"):
+            choose(backend, queries(), more)
+    assert str(choose("auto", queries(), more)).startswith("eager (auto: it does not compute soft")
+    assert str(choose("auto", queries("cpu"), More(TABLE))) == "sdpa (auto: on the CPU)"
+    terms = {field.name for field in fields(Terms)}
+    assert terms >= COMPUTED["sdpa"]
+    assert terms - COMPUTED["sdpa"] == {"on_scores"}

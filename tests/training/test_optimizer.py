@@ -53,6 +53,13 @@ def test_every_style_of_the_schema_has_a_shape_and_is_refused_without_it(style, 
         rates(*words)
 
 
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_falls_from_one_to_zero(name):
+    """A schedule of another form, such as one without an end, belongs to `learning_rate`."""
+    assert SHAPES[name](0.0) == 1
+    assert SHAPES[name](1.0) == (1 if name == "constant" else 0)
+
+
 def test_constant_stays_at_its_peak():
     assert set(rates("lr_decay_style=constant", "warmup=0")) == {1.0}
 
