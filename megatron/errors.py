@@ -7,8 +7,6 @@ import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from pydantic import ValidationError
-
 SPACE = "free some space, or choose another disk"
 RIGHTS = "check who may read and write there, or choose another place"
 LIMIT = "raise the limit of open files (ulimit -n)"
@@ -61,8 +59,8 @@ def in_words(fault: Exception) -> str:
     """A fault of a library or of the system in one line, for a warning."""
     if isinstance(fault, OSError) and fault.strerror:
         return fault.strerror
-    if isinstance(fault, ValidationError):
-        first = fault.errors(include_url=False)[0]
+    if type(fault).__name__ == "ValidationError":  # pydantic's, which an exported model may lack
+        (first, *_) = fault.errors()  # pyright: ignore
         place = ".".join(map(str, first["loc"])) or "the file"
         return f"{place}: {first['msg']}"
     lines = str(fault).strip().splitlines()

@@ -123,7 +123,10 @@ def test_what_rows_will_repeat_has_no_control_characters(step, tmp_path):
     path = tmp_path / "rows.jsonl"
     (row,) = rows("t5", {512: 9.0})
     path.write_text(json.dumps(row | {"any": {"deep": [["\x9b2J"]]}}) + "\n")
-    with pytest.raises(UserError, match=r"line 1: it has a control character in '.*\\.*'"):
+    with pytest.raises(
+        UserError,
+        match=r"line 1: is no result of evaluate.py: it has a control character in '.*\\.*'",
+    ):
         read_rows([path])
     sidecar = tmp_path / "text.json"
     facts = {"documents": 1, "tokens": 2, "corpus": "wiki"}

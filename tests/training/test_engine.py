@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.attention import BACKENDS
+from megatron.attention import BACKENDS, COMPUTED
 from megatron.attention.eager import eager
 from megatron.config import load
 from megatron.errors import UserError
@@ -89,6 +89,7 @@ def test_a_machine_that_cannot_compile_is_told_so_and_a_broken_backend_is_found(
         return eager(q, k, v, replace(terms, bias=terms.bias.roll(1, dims=1)))
 
     monkeypatch.setitem(BACKENDS, "planted", a_key_too_far)
+    monkeypatch.setitem(COMPUTED, "planted", COMPUTED["sdpa"])
     monkeypatch.setattr(trainer_module, "compile_layers", lambda *_: None)
     model.use_attention(replace(model.attention, attention_backend="planted"))
     with pytest.raises(UserError, match="planted is wrong"):
