@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from ipaddress import ip_address
 from typing import Any
 
@@ -48,6 +47,7 @@ ADDRESS_OF_INTERFACE = 0x8915  # Linux's SIOCGIFADDR
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 HEAD_START = 3.0  # seconds in which a launcher that knows more ends this process
 MEETING = 300.0  # seconds in which all processes must come
+SHOWN = 8  # absent ranks in one message
 PAUSE = 0.2  # seconds between two looks
 
 
@@ -254,32 +254,45 @@ def _is_loopback(host: str) -> bool:
 
 
 def _meet(rank: int, ranks: int) -> Store:
-    """Wait, but not for ever, until every rank has come; raises UserError if one does not."""
+    """Wait, but not for ever, until every rank has come; raises UserError that names the absent."""
     host, port = os.environ["MASTER_ADDR"], number("MASTER_PORT")
     first = rank == 0
+    listening = None
     end = time.monotonic() + MEETING
-    try:
-        while not first:  # torch's own attempts would print a stack each
-            try:
+    while True:
+        try:
+            if first and _is_loopback(host):
+                listening = socket.create_server((host, port)).detach()  # torch closes it
+            elif not first:
                 socket.create_connection((host, port), timeout=5).close()
-                break
-            except OSError:
-                if time.monotonic() > end:
-                    raise
+            break
+        except OSError as fault:
+            if first or time.monotonic() > end:
+                raise UserError(
+                    f"MASTER_ADDR: the processes cannot meet at {host}:{port} ({in_words(fault)})"
+                    " - start rank 0 there, with a port that no other program uses"
+                ) from None
+        time.sleep(PAUSE)
+    try:
+        place = TCPStore(
+            host, port, ranks, is_master=first, wait_for_workers=False, master_listen_fd=listening
+        )
+        place.set(f"here/{rank}", "")
+        absent = list(range(ranks))
+        while absent := [
+            absent_rank for absent_rank in absent if not place.check([f"here/{absent_rank}"])
+        ]:
+            if time.monotonic() > end:
+                raise UserError(
+                    f"ranks: {', '.join(map(str, absent[:SHOWN]))} of {ranks} have not come to"
+                    f" {host}:{port} within {MEETING:g} seconds - start all of them with this"
+                    " address and port, or let WORLD_SIZE be the number that you start"
+                )
             time.sleep(PAUSE)
-        listening = None
-        if first and _is_loopback(host):
-            listening = socket.create_server((host, port)).detach()  # torch closes it
-        patience = timedelta(seconds=MEETING)
-        place = TCPStore(host, port, ranks, first, patience, master_listen_fd=listening)
-        if first:  # it has waited for all others
-            place.set("all are here", "")
-        place.wait(["all are here"])
-    except (OSError, RuntimeError) as fault:  # torch names how many have come
+    except RuntimeError as fault:  # the first has gone, and its store with it; or the port is taken
         raise UserError(
-            f"MASTER_ADDR: the {ranks} processes of WORLD_SIZE cannot meet at {host}:{port}"
-            f" ({in_words(fault)}) - start all of them, rank 0 there, with a port that no other"
-            " program uses"
+            f"ranks: rank 0 has ended, or cannot use the port {port} ({in_words(fault)}) - see its"
+            " message, and start all again"
         ) from None
     return place
 
