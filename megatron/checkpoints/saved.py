@@ -207,7 +207,7 @@ def with_parent(config: Config) -> Config:
     if load is None and finetune:
         raise UserError("load: not given; finetune starts from the checkpoint in this folder")
     parent = None
-    if load is not None and (not finetune or _is_one_folder(config)):
+    if load is not None and (not finetune or is_one_folder(config)):
         # One that has begun in another folder keeps its parent, also if `load` is gone.
         parent = (save and recorded_parent(Path(save))) or recorded_parent(Path(load))
         if parent is None and finetune:
@@ -234,7 +234,8 @@ def with_parent(config: Config) -> Config:
     return replace(config, checkpoint=config.checkpoint.model_copy(update=update))
 
 
-def _is_one_folder(config: Config) -> bool:
+def is_one_folder(config: Config) -> bool:
+    """Whether a run loads from the folder that it saves to."""
     load, save = config.checkpoint.load, config.checkpoint.save
     return None not in (load, save) and Path(str(load)).resolve() == Path(str(save)).resolve()
 

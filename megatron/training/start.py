@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.checkpoints.manifest import WEIGHTS, Damaged, check_files, engine_files, note_opened
 from megatron.checkpoints.read import READ_BY_EVALUATION, read_meta
-from megatron.checkpoints.saved import chosen, latest_step
+from megatron.checkpoints.saved import chosen, is_one_folder, latest_step
 from megatron.config import Config
 from megatron.config.schema import Model, Optimizer
 from megatron.errors import UserError
@@ -222,13 +222,13 @@ def checkpoint_to_continue(config: Config) -> Path | None:
     keys = config.checkpoint
     save, load = Path(keys.save or "").resolve(), Path(keys.load or "").resolve()
     existing = latest_step(save) if keys.save else None
-    is_one_folder = keys.load is not None and load == save
+    in_place = is_one_folder(config)
     if existing is None:
-        if is_one_folder:
+        if in_place:
             logger.info("no checkpoint in %s yet: starting at step 0", keys.load)
-        is_new = keys.load is None or keys.finetune or is_one_folder
+        is_new = keys.load is None or keys.finetune or in_place
         return None if is_new else chosen(str(keys.load))
-    if is_one_folder or (keys.load is not None and load.parent == save and not keys.finetune):
+    if in_place or (keys.load is not None and load.parent == save and not keys.finetune):
         return chosen(str(keys.load))
     saved = chosen(str(keys.save))
     if keys.load is not None:

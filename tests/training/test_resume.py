@@ -13,14 +13,14 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from safetensors.torch import load_file
 
 from megatron.checkpoints.manifest import entry_of, read_record, write_record
-from megatron.checkpoints.saved import latest_step
+from megatron.checkpoints.saved import latest_step, with_parent
 from megatron.config import Config, load
 from megatron.errors import UserError
 from megatron.training.loop import train
 from megatron.training.optimizer import learning_rate
 from megatron.training.resume import continue_scale
 from megatron.training.resume import load as load_state
-from megatron.training.start import Saved, Start, with_schedule
+from megatron.training.start import Saved, Start, checkpoint_to_continue, with_schedule
 from tests.training.conftest import check_same, copy_of, interrupted, records, settings, tiny
 
 LLAMA = ["norm=rmsnorm", "activation=swiglu", "num_key_value_heads=2", "qk_norm=true"]
@@ -165,6 +165,12 @@ def test_a_run_goes_on_with_its_own_text_wherever_that_lies(grid, corpus, traine
     write_record(folder / "global_step5", old)
     train(settings(moved, folder, "train_iters=6", "split=8,1,1"), grid)
     train(settings(moved, tmp_path / "new", f"load={trained}", "split=8,1,1"), grid)
+
+
+def test_a_run_that_saves_nothing_goes_on_from_the_folder_it_is_started_in(trained, monkeypatch):
+    monkeypatch.chdir(trained)
+    config = load([], tiny("load=.", "data_path=text"))
+    assert checkpoint_to_continue(with_parent(config)).resolve() == trained / "global_step4"
 
 
 def test_another_number_of_ranks_goes_on_where_the_windows_of_a_step_are_given(
