@@ -72,7 +72,7 @@ def by_document(
         ]
         # Parts of a split: their gradients are joined once, those of slices would be added.
         parts: list[Any] = []
-        per_query = (True, False, False, True, False, True)
+        per_query = (True, False, False, True, False, True)  # q, k, v, u, w, own_w
         for x, is_per_query in zip(tensors, per_query, strict=True):
             counts = query_counts if is_per_query else key_counts
             parts.append([None] * len(ends) if x is None else x[text].split(counts, dim=2))

@@ -110,7 +110,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """torch's kernel. On the CPU it takes values as wide as keys alone, and others without it."""
     if k.shape[-1] == v.shape[-1] or q.device.type != "cpu":
         return F.scaled_dot_product_attention(q, k, v, **options)
-    out = F.scaled_dot_product_attention(q, k, _as_wide(v, k), **options)
+    out = F.scaled_dot_product_attention(q, k, _as_wide(v, k.shape[-1]), **options)
     return out[..., : v.shape[-1]]
 
 
@@ -119,14 +119,15 @@ def _kernel(
 ) -> tuple[Tensor, Tensor]:
     """torch's kernel on the CPU without autograd: output and lse."""
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    inputs = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, _as_wide(v, k))]
+    values = _as_wide(v, k.shape[-1])
+    inputs = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, values)]
     out, lse = attend(*inputs, attn_mask=added, **options)
     return out[..., : v.shape[-1]], lse
 
 
-def _as_wide(x: Tensor, keys: Tensor) -> Tensor:
+def _as_wide(x: Tensor, width: int) -> Tensor:
     """x with zeros as further features, because torch's kernel takes keys and values alike."""
-    more = keys.shape[-1] - x.shape[-1]
+    more = width - x.shape[-1]
     return F.pad(x, (0, more)) if more else x
 
 
@@ -159,6 +160,11 @@ def tiles(
         rows = min(rows, max(1, MOST_SCORES // (together * scope.keys)))
     if terms.scores is not None:
         rows = BLOCK
+    features = v.shape[3]
+    if in_two and content is not None and content.u is not None:
+        # Room for w beside each key, once for all blocks; torch's kernel takes values as wide.
+        k = F.pad(k, (0, content.features))
+        v = _as_wide(v, k.shape[3])
     if scope.queries > rows:
         # Every block reads them: where they are views of a fused projection, a copy pays.
         k, v = (k if terms.scores is not None else k.contiguous()), v.contiguous()
@@ -172,7 +178,7 @@ def tiles(
         room = bias.new_empty(max(cached, together * rows * scope.keys))
 
     dense = terms.needs_lse and (recorded or not on_cpu)  # the kernel keeps its lse to itself
-    whole = None if recorded else q.new_empty(*q.shape[:3], v.shape[3])
+    whole = None if recorded else q.new_empty(*q.shape[:3], features)
     outputs, lses = [], []
     for block in scope.blocks(rows):
         block_scores = None
@@ -231,7 +237,7 @@ def tiles(
             if whole is None:
                 outputs_of_heads.append(out.to(q.dtype))
             else:
-                whole[:, group, part.queries] = out
+                whole[:, group, part.queries] = out[..., :features]
         outputs += [torch.cat(outputs_of_heads, dim=1)] if whole is None else []
         lses += [torch.cat(lses_of_heads, dim=1)] if lses_of_heads else []
     whole = torch.cat(outputs, dim=2) if whole is None else whole
@@ -280,14 +286,17 @@ def _given_scores(block_scores: Scores, part: QueryBlock) -> Tensor:
 def _in_two(
     q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, w: Tensor | None, block_scores: Scores | None
 ) -> tuple[Tensor, Tensor]:
-    """Output and lse of a tile whose keys before the block and own keys are merged."""
+    """Output and lse of a tile whose keys before the block and own keys are merged.
+
+    With u, k ends with room for w.
+    """
     rows, before = q.shape[2], k.shape[2] - q.shape[2]
     scale = 1 / math.sqrt(q.shape[3])
     masks: list[Tensor | None] = [None, None]  # of the keys before, and of the block's own
     if u is not None and w is not None:
         # The kernel divides all features by √head_dim.
         q = torch.cat([q, u / scale], dim=-1)
-        k = torch.cat([k, w], dim=-1)
+        k[..., -w.shape[3] :] = w
     elif w is not None:
         added = w.sum(-1)[:, :, None].expand(-1, -1, rows, -1)
         masks = [added[..., :before], added[..., before:]]
