@@ -199,10 +199,7 @@ def choose(backend: str, q: Tensor, terms: Terms, *, narrow_values: bool = False
         raise UserError(f"attention_backend: {backend!r} is not known; choose from {names}")
     reason = refusal(backend, q, terms, narrow_values)
     if reason is not None:
-        other = "auto or eager" if backend == "sdpa" else "auto or sdpa"
-        raise UserError(
-            f"attention_backend: {backend} cannot compute this: {reason}; choose {other}"
-        )
+        raise UserError(f"attention_backend: {backend} cannot compute this: {reason}; choose auto")
     return Choice(backend)
 
 
@@ -238,6 +235,6 @@ def refusal(backend: str, q: Tensor, terms: Terms, narrow_values: bool) -> str |
         is_set = getattr(terms, term.name) is not term.default
         if is_set and term.name not in COMPUTED[backend]:
             return REASONS.get(term.name, f"it does not compute {term.name}")
-    if backend == "triton" and narrow_values:
-        return "queries and keys are wider than values"
-    return triton_refusal(q, terms) if backend == "triton" else None
+    if backend != "triton":
+        return None
+    return "queries and keys are wider than values" if narrow_values else triton_refusal(q, terms)
