@@ -143,7 +143,9 @@ def read_ranks(folder: Path) -> dict[int, list[Tensors]]:
         layer, rank = (int(number) for number in re.findall(r"\d+", path.name))
         content = load_plain(path)
         layers[layer][rank] = {}
-        for name, tensor in content.items() if isinstance(content, Mapping) else [("it", content)]:
+        if not isinstance(content, Mapping):
+            raise UserError(f"{path}: holds no layer of GPT-NeoX - copy the checkpoint again")
+        for name, tensor in content.items():
             is_weight = isinstance(tensor, Tensor) and tensor.is_floating_point()
             if not isinstance(name, str) or not is_weight:
                 raise UserError(f"{path}: {name} is not a weight of a GPT-NeoX model")
@@ -188,15 +190,17 @@ def joined(ranks: list[Tensors], where: str, bias_on_every_rank: bool) -> Tensor
         gpt_j_residual; then the bias is their sum, and otherwise each rank has the whole
     """
     mixed = "its files are those of different checkpoints"
+    if not all(tensors.keys() == ranks[0].keys() for tensors in ranks):
+        raise UserError(f"{where}: not every rank has the same tensors - {mixed}")
     whole = {}
     for name in ranks[0]:
+        parts = [tensors[name] for tensors in ranks]
         try:
-            parts = [tensors[name] for tensors in ranks]
             if len(parts) == 1 or name in DIVIDED:
                 whole[name] = torch.cat(parts, dim=DIVIDED.get(name, 0))
                 continue
             copies = torch.stack(parts)
-        except (KeyError, RuntimeError) as fault:
+        except RuntimeError as fault:
             raise UserError(
                 f"{where}: parts of {name} do not fit ({in_words(fault)}) - {mixed}"
             ) from None

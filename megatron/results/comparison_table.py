@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megatron.errors import UserError
 from megatron.results.comparison import ABOUT, ALPHA, BETTER, SEEDS, WORSE, Comparison, compared
 from megatron.results.labels import kinds
-from megatron.results.row import Row, grouped, value_of, with_facts
+from megatron.results.row import Row, value_of, with_facts
 from megatron.results.statistics import perplexity_of
 from megatron.results.table import Table, bits, cell, from_to, with_spread
 
@@ -85,9 +85,8 @@ def _ratio(difference: float) -> str:
     return f"{ratio:.4f}" if ratio < 10 else f"{ratio:.3g}"
 
 
-KEYS_OF_REPAIRS = ("logn_scale", "clip_distance", "method")
-PARTS = ("clipped", "log n", "window")
-REPAIRS = ("as trained", "clipped", "log n", "clipped, log n", "window")
+AS_TRAINED = "as trained"
+REPAIRS = (AS_TRAINED, "clipped", "log n", "clipped, log n", "window")
 """Su's 2 x 2 (docs/longer_texts.md), and the window that repairs both."""
 
 
@@ -97,34 +96,36 @@ def two_by_two(rows: Sequence[Row], title: str = "") -> Table | None:
     A line for each encoding and length, with differences in loss and their 95 % intervals; None if
     no model was measured both ways. A window alone is no repair of one thing.
     """
-    models, repairs = [], []
+    repair_of: dict[int, str] = {}  # by the id of a row without it
+    models = []
     for row in rows:
         last = (row.get("train_length") or 0) - 1
         method, clip, window = (value_of(row, key) for key in ("method", "clip_distance", "window"))
         is_clipped = method == f"rerope,window={last}" or clip == last
-        applied = (is_clipped, row.get("logn_scale"), window != "none")
-        names = [name for name, is_on in zip(PARTS, applied, strict=True) if is_on]
-        name = ", ".join(names) or REPAIRS[0]
+        names = ["clipped"] if is_clipped else []
+        names += ["log n"] if row.get("logn_scale") else []
+        names += ["window"] if window != "none" else []
+        name = ", ".join(names) or AS_TRAINED
         is_other = not is_clipped and (method, clip) != ("none", "none")
         if name in REPAIRS and window in ("none", last + 1) and not is_other:
-            models.append(with_facts(row, dict.fromkeys(("window", *KEYS_OF_REPAIRS))))
-            repairs.append(name)
-    repair_of = {id(model): name for model, name in zip(models, repairs, strict=True)}
+            keys = ("window", "logn_scale", "clip_distance", "method")
+            model = with_facts(row, dict.fromkeys(keys))
+            repair_of[id(model)] = name
+            models.append(model)
 
     lines = []
     interval_kinds = set()
     for label, members in kinds(models).items():
-        by_repair = {
-            repair_of[id(group[0])]: group
-            for group in grouped(members, (), [repair_of[id(row)] for row in members])
-        }
-        if REPAIRS[0] not in by_repair or by_repair.keys() <= {REPAIRS[0], "window"}:
+        by_repair: dict[str, list[Row]] = {}
+        for row in members:
+            by_repair.setdefault(repair_of[id(row)], []).append(row)
+        if AS_TRAINED not in by_repair or by_repair.keys() <= {AS_TRAINED, "window"}:
             continue
         lines_of: dict[int, dict[str, str]] = {}
         with contextlib.suppress(UserError):  # no length has two numbers
-            for pair in compared(by_repair, REPAIRS[0]):
+            for pair in compared(by_repair, AS_TRAINED):
                 text = cell(pair.perplexity)
-                if pair.encoding != REPAIRS[0]:
+                if pair.encoding != AS_TRAINED:
                     text = f"{pair.difference.mean:+.4f}" if pair.difference else "n/a"
                 if pair.interval:
                     text += " [{:+.4f}, {:+.4f}]".format(*pair.interval)

@@ -117,7 +117,9 @@ def tables_of_probes(rows: Sequence[ProbeRow]) -> list[Table]:
         if not row.get("reason"):
             rows_of.setdefault(row["probe"], []).append(row)
     tables = []
-    for task in filter(rows_of.get, TASKS):
+    for task in TASKS:
+        if task not in rows_of:
+            continue
         axis = axis_of(task)
         cells: dict[tuple[float, int], str] = {}
         for row in rows_of[task]:
@@ -131,11 +133,10 @@ def tables_of_probes(rows: Sequence[ProbeRow]) -> list[Table]:
                     f"{task}: {row['pos_emb']} was asked twice at length {row['length']}, and its"
                     " answers differ - give the results of one call"
                 )
-        places, lengths = (sorted(set(values)) for values in zip(*cells, strict=True))
-        body = [
-            [f"{place:g}", *(cells.get((place, int(length)), "") for length in lengths)]
-            for place in places
-        ]
+        lengths = sorted({length for _, length in cells})
+        body = []
+        for place in sorted({place for place, _ in cells}):
+            body.append([f"{place:g}", *(cells.get((place, length), "") for length in lengths)])
         title = f"{task}: token accuracy, (guess rate), gain in nats"
         tables.append(Table([PLACES[axis], *map(str, lengths)], body, title=title))
     if fields := rows_of.get("receptive_field"):

@@ -170,7 +170,7 @@ def test_missing_and_damaged_files_are_named_and_code_is_not_run(tmp_path):
     path = tmp_path / "layer_02-model_00-model_states.pt"
     for content, message in (
         ({"x": Harmful()}, "cannot be read as a checkpoint file .* code in it is never run"),
-        ([1], "it is not a weight of a GPT-NeoX model"),
+        ([1], "holds no layer of GPT-NeoX - copy the checkpoint again"),
         ({"norm.weight": 3}, "norm.weight is not a weight of a GPT-NeoX model"),
         ({5: torch.ones(2)}, "5 is not a weight of a GPT-NeoX model"),
     ):
@@ -276,7 +276,8 @@ def test_parts_that_are_missing_or_mixed_are_refused(tmp_path):
             tensors | {name: torch.zeros(2, 3)},
             "layer 2: parts of mlp.dense_4h_to_h.weight do not fit",
         ),
-        (lacking, "layer 2: parts of mlp.dense_4h_to_h.weight do not fit"),
+        (lacking, "layer 2: not every rank has the same tensors"),
+        (tensors | {"more": torch.zeros(2)}, "layer 2: not every rank has the same tensors"),
     ):
         torch.save(content, path)
         with pytest.raises(UserError, match=message):
