@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from megatron.parallel.grid import INTERFACES, MEETING_PLACE, PLACE
 from megatron.positions import REGISTRY
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,7 +29,8 @@ NEEDED = {
     **{name: {"factor": 4} for name in ("pi", "ntk", "by_parts", "yarn", "llama3")},
     "longrope": {"factor": 4, "long_factor": 4},
 }  # without a default, or for speed
-LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHED = (*PLACE, *MEETING_PLACE, *INTERFACES)
+"""What a launcher says in the environment, and connect() after it."""
 
 
 def run(

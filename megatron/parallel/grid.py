@@ -190,14 +190,21 @@ def connect(backend: str | None = None) -> Grid:
     several = ranks > 1
     backend = (backend or "nccl") if cuda else "gloo"
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # torchrun has its own store
-        torch.distributed.init_process_group(
-            backend,
-            store=_meet(rank, ranks) if several else HashStore(),
-            rank=rank,
-            world_size=ranks,
-            timeout=deepspeed.comm.default_pg_timeout,  # DeepSpeed takes over this group
-            device_id=device if cuda and several else None,
-        )
+        try:
+            torch.distributed.init_process_group(
+                backend,
+                store=_meet(rank, ranks) if several else HashStore(),
+                rank=rank,
+                world_size=ranks,
+                timeout=deepspeed.comm.default_pg_timeout,  # DeepSpeed takes over this group
+                device_id=device if cuda and several else None,
+            )
+        except RuntimeError as fault:
+            raise UserError(
+                f"ranks: this process cannot open connections to the others ({in_words(fault)}) -"
+                " see whether another has ended, and let GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+                " be the network interface by which the machines reach each other, or unset them"
+            ) from fault
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     return grid
 

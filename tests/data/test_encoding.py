@@ -1,8 +1,6 @@
 """Pieces, words and several processes give the ids that the library gives for the whole text."""
 
-import os
 import random
-import signal
 from itertools import chain
 
 import numpy as np
@@ -141,6 +139,6 @@ def test_a_lost_process_is_named(tmp_path, monkeypatch):
     ordered = encode_in_order(batches_of(PIECES, 700), files_of(tmp_path), 2)
     next(ordered)
     for process in encoding.multiprocessing.active_children():
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
     with pytest.raises(UserError, match="--workers: a process that encodes has ended, killed or"):
         list(ordered)

@@ -15,7 +15,8 @@ import torch
 from megatron.errors import UserError
 from megatron.parallel import grid
 from megatron.parallel.grid import OPEN_MPI, SLURM, Grid, connect, free_port, here, learn_place
-from tests.support import unlaunched
+from tests.support import ROOT, unlaunched
+from tests.training.conftest import tiny
 
 PLACE = {
     "WORLD_SIZE": "2",
@@ -110,6 +111,15 @@ def test_a_meeting_place_that_cannot_be_used_is_named(environment):
         message = fault_of(lambda: grid._meet(0, 2))
     assert message.startswith(f"{start}Address already in use")
     assert message.endswith(" - start rank 0 there, with a port that no other program uses")
+
+
+def test_an_interface_that_does_not_exist_is_named(forks, corpus, tmp_path):
+    words = tiny(f"data_path={corpus}", "train_iters=1", f"save={tmp_path / 'run'}")
+    done = forks.run(ROOT / "train.py", *words, env={"GLOO_SOCKET_IFNAME": "missing"}, cwd=tmp_path)
+    message = "ranks: this process cannot open connections to the others ("
+    assert (done.returncode, done.stderr[: len(message)]) == (1, message)
+    assert "Unable to find address for: missing) - see whether another has ended" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_first_process_says_who_is_missing_and_the_others_end_with_it(environment):
