@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, normalizers
 from torch import Tensor
 
-from megatron.checkpoints.manifest import SETTINGS, imported_class, write_record
+from megatron.checkpoints.manifest import QUANTIZATION, SETTINGS, imported_class, write_record
 from megatron.checkpoints.write import synced
 from megatron.config import Config
 from megatron.config.config import COPY
@@ -46,7 +46,15 @@ CARD = "README.md"
 # Spaces, forms of letters and unknown characters may be treated otherwise.
 SAMPLE = "  two\tspaces \n\n a  Größe ﬁ ½ e\u0301 你好 🙂 's 12345 f(x):\n    return "
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
-PUBLISHED = ("step", "config_hash", "vocab", "tokenizer", "corpus", "windows_per_step")
+PUBLISHED = (
+    "step",
+    "config_hash",
+    "vocab",
+    "tokenizer",
+    "corpus",
+    "windows_per_step",
+    QUANTIZATION,
+)
 """Entries of checkpoint.json that the exported one repeats."""
 PRIVATE = ("checkpoint", "logging", "launch")  # sections of folders, accounts and machines
 

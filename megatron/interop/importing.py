@@ -2,7 +2,6 @@
 
 import json
 import logging
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.checkpoints.manifest import entry_of, read_record
+from megatron.checkpoints.manifest import QUANTIZATION, entry_of, read_record
 from megatron.checkpoints.saved import steps_in, without_record
 from megatron.checkpoints.write import write_checkpoint
 from megatron.config import Config
@@ -21,7 +20,7 @@ from megatron.data.tokenizers.tokenizer import Tokenizer, description
 from megatron.errors import UserError, cannot_write
 from megatron.files import folder_beside
 from megatron.folder_lock import owned_folder
-from megatron.interop import huggingface, reference
+from megatron.interop import gguf, huggingface, reference
 from megatron.interop.open import (
     HUB_NAME,
     PIECES,
@@ -94,7 +93,9 @@ def import_checkpoint(
                 f"{folder}: {name} has values that are not finite - copy it again, or take another"
                 " checkpoint"
             )
-    files, described, notes = tokenizer_of(opened, tokenizer)
+    with gguf.tokenizer_folder(folder) as own:
+        files, described, notes = tokenizer_of(opened, own, tokenizer)
+        contents = {file.name: file.read_bytes() for file in paths_of(files)}
     if not has_sums(folder):
         notes.append(f"{folder} lists no checksums, so its files were not checked for damage")
     architecture = None
@@ -127,17 +128,26 @@ def import_checkpoint(
         "compared": compared,
     }
     facts = {**opened.record, "vocab": model.vocab, "tokenizer": described, "origin": origin}
+    quantization = read_record(folder).get(QUANTIZATION) if has_sums(folder) else None
+    if opened.kind == "gguf":
+        quantization = gguf.quantization_of(folder)
+    if quantization:
+        facts[QUANTIZATION] = quantization
+        notes.append(
+            f"weights were rounded to {quantization} before: rows and labels say so, and numbers"
+            " are not those of the full model"
+        )
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     with owned_folder(run, "-o"):
         if steps_in(run) or without_record(run):
             raise UserError(f"-o: {run} holds a checkpoint already - name another folder")
         try:
-            for file in paths_of(files):
-                copy = run / TOKENIZER / file.name
+            for name, content in contents.items():
+                copy = run / TOKENIZER / name
                 copy.parent.mkdir(exist_ok=True)  # an import that was killed leaves it
-                if copy.exists() and copy.read_bytes() != file.read_bytes():
+                if copy.exists() and copy.read_bytes() != content:
                     raise UserError(f"-o: {copy} exists and is not replaced - name another folder")
-                shutil.copyfile(file, copy)
+                copy.write_bytes(content)
             path = write_checkpoint(run, opened.step, weights, config, facts)
         except OSError as fault:
             raise cannot_write(run, fault) from None
@@ -145,24 +155,24 @@ def import_checkpoint(
 
 
 def import_if_foreign(source: str | Path) -> Path:
-    """The source itself, or, for a model of Hugging Face's, a run of ours that is imported now.
+    """The source itself, or, for a model of Hugging Face's or GGUF, a run that is imported now.
 
     It lies in runs/imported under a name that its contents give, so it is imported once.
     """
     path = Path(source)
     # A name whose first part is a folder here is a path, whether it exists or not.
     is_on_hub = HUB_NAME.fullmatch(str(source)) and not path.parent.is_dir()
-    if not path.is_dir() and not is_on_hub:
+    if not path.is_dir() and not gguf.is_gguf(path) and not is_on_hub:
         return path
     folder = local_folder(source)
     kind = kind_of(folder)
     # An encoding of the user's own is imported by the tool alone, whose --from names its file.
-    if kind not in ("huggingface", "exported") or (folder / COPY).exists():
+    if kind not in ("huggingface", "gguf", "exported") or (folder / COPY).exists():
         return path
     sums = sums_of(kind, folder)
     digest = fingerprint(FORM + json.dumps(sums, sort_keys=True))[:12]
     # Of a model of the hub, the folder is called by its revision.
-    name = path.resolve().name if path.is_dir() else path.name
+    name = path.resolve().name if path.is_dir() else path.name.removesuffix(gguf.ENDING)
     run = ON_THE_FLY / f"{name}-{digest}"
     if steps_in(run):
         check_sums(folder)
@@ -185,8 +195,8 @@ def sums_of(kind: str, folder: Path) -> dict[str, str]:
 
     Those of an export are taken from its checkpoint.json, because `check_sums` reads the files.
     """
-    files = sorted(folder.glob(reference.FILES))
-    if kind != "gpt-neox":
+    files = [folder] if kind == "gguf" else sorted(folder.glob(reference.FILES))
+    if kind in ("huggingface", "exported"):
         files = [folder / huggingface.SETTINGS, *sorted(folder.glob(huggingface.WEIGHTS))]
         files += paths_of(files_in(folder))
     written = read_record(folder).get("files", {}) if has_sums(folder) else {}
@@ -194,14 +204,15 @@ def sums_of(kind: str, folder: Path) -> dict[str, str]:
 
 
 def tokenizer_of(
-    opened: OpenedModel, place: Path | None
+    opened: OpenedModel, own: Path, place: Path | None
 ) -> tuple[TokenizerSource | None, dict[str, Any], list[str]]:
     """The source's own tokenizer, else the one in `place`: its files, description and notes.
 
+    own: where the source's lies
     Raises UserError if it does not fit the model, or if `place` has none.
     """
     folder, rows = opened.folder, opened.model.vocab
-    files = files_in(folder)
+    files = files_in(own)
     notes = []
     tokenizer = None
     if files is not None:
@@ -232,7 +243,7 @@ def tokenizer_of(
             f"tokenizer: it has {tokenizer.vocab_size} tokens, the embedding of {folder} has {rows}"
             " rows - give the tokenizer that it was trained with"
         )
-    first = {} if opened.kind == "gpt-neox" else first_token(folder, tokenizer)
+    first = {} if opened.kind == "gpt-neox" else first_token(own, tokenizer)
     if first:
         notes.append(
             f"texts begin with {first['bos_token']} (bos_token), as the tokenizer of {folder} has"

@@ -12,7 +12,7 @@ from megatron.checkpoints.read import load_for_evaluation, load_model, read_meta
 from megatron.checkpoints.saved import step_of, steps_in
 from megatron.config import Config
 from megatron.errors import UserError, in_words
-from megatron.interop import huggingface, reference
+from megatron.interop import gguf, huggingface, reference
 from megatron.model import GPT
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -26,7 +26,7 @@ PREFIX = "gpt."  # of the names of weights in an export that has our own class
 class OpenedModel(NamedTuple):
     """A checkpoint from anywhere.
 
-    kind: what `kind_of` calls it; folder: the source's own
+    kind: what `kind_of` calls it; folder: the source's own, or a GGUF file
     model: float32, eval mode; config: what it is, in our keys; step: of its training, 0 if unknown
     record: checkpoint.json of an export; theirs: transformers' own model of a Hugging Face folder
     """
@@ -43,8 +43,9 @@ class OpenedModel(NamedTuple):
 def open_model(source: str | Path, *, config: Config | None = None) -> tuple[GPT, Config]:
     """A model in float32 and eval mode with its configuration, wherever it comes from.
 
-    source: a folder of Hugging Face's, or the name of a model of its hub; a run or checkpoint of
-        ours; a checkpoint of GPT-NeoX, KERPLE or MEP, with its configuration as `config`
+    source: a folder of Hugging Face's, the name of a model of its hub, or a GGUF file; a run or
+        checkpoint of ours; a checkpoint of GPT-NeoX, KERPLE or MEP, with its configuration as
+        `config`
     model(ids [batch, length]) -> logits [batch, length, rows of the source's vocabulary]
     Raises UserError if it cannot be read, or is not what it says.
     """
@@ -70,7 +71,7 @@ def open_checkpoint(source: str | Path, config: Config | None = None) -> OpenedM
             )
         model, config = reference.load_reference(folder, config)
         return OpenedModel(kind, folder, model, config, step_of(folder) or 0)
-    if kind == "huggingface":
+    if kind in ("huggingface", "gguf"):
         model, config, theirs = huggingface.open_folder(folder)
         return OpenedModel(kind, folder, model, config, theirs=theirs)
     if kind == "exported":
@@ -83,7 +84,8 @@ def open_checkpoint(source: str | Path, config: Config | None = None) -> OpenedM
         return OpenedModel(kind, folder, model, config, record["step"], record)
     raise UserError(
         f"{folder}: holds no checkpoint that is known here - give a folder with"
-        f" {huggingface.SETTINGS}, a run or global_stepN of ours, or global_stepN of GPT-NeoX"
+        f" {huggingface.SETTINGS}, a GGUF file, a run or global_stepN of ours, or global_stepN of"
+        " GPT-NeoX"
     )
 
 
@@ -92,6 +94,8 @@ def kind_of(folder: Path) -> str | None:
 
     exported: by export.py as our own class; an export as a class of transformers is huggingface
     """
+    if gguf.is_gguf(folder):
+        return "gguf"
     if has_sums(folder):
         return "exported" if (folder / SETTINGS).is_file() else "huggingface"
     if steps_in(folder) or (folder / RECORD).exists():
@@ -116,12 +120,15 @@ def check_sums(folder: Path) -> None:
 
 
 def local_folder(source: str | Path) -> Path:
-    """The folder of a source; a model of the hub is downloaded if it is not on this machine."""
+    """The folder of a source, or its GGUF file; a model of the hub is downloaded if need be."""
     folder, name = Path(source), str(source)
-    if folder.is_dir():
+    if folder.is_dir() or gguf.is_gguf(folder):
         return folder
     if folder.exists() or not HUB_NAME.fullmatch(name):
-        raise UserError(f"{folder}: is not a folder - give a checkpoint, or a hub's owner/model")
+        raise UserError(
+            f"{folder}: is not a folder - give a checkpoint, a hub's owner/model, or a file"
+            f" NAME{gguf.ENDING}"
+        )
     from huggingface_hub import snapshot_download  # only here: importing it takes long
 
     try:

@@ -85,6 +85,7 @@ class Question(Variant, Setting, ProtocolOptions, total=False):
     softmax_type: str  # off-by-one or learnable; none: vanilla
     optimizer_type: str  # none: Adam
     origin: str  # Hugging Face's class of an imported model, whose seed is unknown
+    quantization: str  # kinds that an import's weights were rounded to, as "Q4_K + Q6_K"; none: no
     parent_model: str  # its encoding and step, such as "rotary step 700"; none: from scratch
     sweep: str  # name of the sweep that trained the model
     cell: dict[str, Any]  # the point of the sweep's grid: {axis: value}
@@ -173,9 +174,9 @@ DEFAULTS.pop("dtype")
 # sweeps and bookkeeping last. EXPLAINS: words for what the hash of a configuration contains.
 # SHOWN_IF_SET: what a row has only where the model differs from the default, so that labels and the
 # table of models always name it.
-SHOWN_IF_SET = ("layer_kinds", "attention_gate", "softmax_type", "optimizer_type")
+SHOWN_IF_SET = ("layer_kinds", "attention_gate", "softmax_type", "optimizer_type", "quantization")
 OF_TRAINING = ("train_length", "step", "windows_per_step", "trained_on", "parent_model")
-EXPLAINS = {"pos_emb_args", "sweep", *SHOWN_IF_SET, *OF_TRAINING} - {"step"}
+EXPLAINS = {"pos_emb_args", "sweep", *SHOWN_IF_SET, *OF_TRAINING} - {"step", "quantization"}
 BOOKKEEPING = ("sweep", "config_hash", "checkpoint", "tokens", *PLACE_OPTIONS, "text", "key_text")
 _OF_MODEL = ("bos_token", *SHOWN_IF_SET, *OF_TRAINING)
 LABELS = ("pos_emb_args", *VARIANT, *_OF_MODEL, "seed", *SETTING, *BOOKKEEPING)
@@ -205,6 +206,7 @@ COLUMNS = {
     "attention_gate": "gate",
     "softmax_type": "softmax",
     "optimizer_type": "optimizer",
+    "quantization": "quantised to",
     "dtype": "dtype",
     "train_length": "trained at",
     "step": "step",

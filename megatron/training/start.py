@@ -15,7 +15,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron.checkpoints.manifest import WEIGHTS, Damaged, check_files, engine_files, note_opened
+from megatron.checkpoints.manifest import (
+    QUANTIZATION,
+    WEIGHTS,
+    Damaged,
+    check_files,
+    engine_files,
+    note_opened,
+)
 from megatron.checkpoints.read import READ_BY_EVALUATION, read_meta
 from megatron.checkpoints.saved import chosen, is_one_folder, latest_step
 from megatron.config import Config
@@ -103,7 +110,8 @@ class Start:
         """The parent as result rows call it: `rotary step 700`."""
         if self.parent is None:
             return self.record.get("parent_model")
-        return f"{self.parent.config.label} step {self.parent.record['step']}"
+        words = [f"{self.parent.config.label} step {self.parent.record['step']}"]
+        return ", ".join([*words, *filter(None, [self.parent.record.get(QUANTIZATION)])])
 
 
 def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
