@@ -94,6 +94,16 @@ def _model(model: Model) -> Faults:
             "layers: no layer has attention, which the encoding is for;"
             " add attention to the pattern"
         )
+    if model.shared_norm and (not model.parallel_residual or model.norm_placement == "post"):
+        yield (
+            "shared_norm: attention and MLP read one norm of the same x; set parallel_residual:"
+            " true and norm_placement: pre or both, or drop this"
+        )
+    if model.use_bias_in_output and not model.no_weight_tying:
+        yield (
+            "use_bias_in_output: an output matrix that is the embedding has no bias; set"
+            " no_weight_tying: true, or drop this"
+        )
     for key in OF_STATES:
         if getattr(model, key) and set(model.layers) <= {ATTENTION}:
             yield f"{key}: belongs to gated_delta and kda; set layers, or drop this"
@@ -240,6 +250,11 @@ def _sharing(model: Model, data: Data, training: Training, parallel: Parallel) -
         yield (
             "torch_compile: compiles no exchange between the ranks of context_parallel_size or"
             " model_parallel_size; set it to false"
+        )
+    if is_cut and model.qk_norm == "full":
+        yield (
+            "qk_norm: full normalises all heads together, of which a rank of model_parallel_size"
+            " has some; set model_parallel_size: 1, or qk_norm: true"
         )
     if size > 1 and is_cut:
         yield (

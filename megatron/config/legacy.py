@@ -29,7 +29,7 @@ NAMES = {key for key in OLD if "." not in key}
 """Every key that is none of today's."""
 CORPORA = ("train_data_paths", "valid_data_paths", "test_data_paths")  # lists of prefixes
 FULL_ATTENTION = {"global", "flash", "all"}  # words of attention_config
-GATED = ("swiglu",)  # activations
+GATED = ("swiglu", "geglu", "geglu_new")  # activations
 ABSENT = object()
 SWITCHES = ("bf16.enabled", "bf16.type", "fp16.enabled", "fp16.type")
 """Keys that choose a precision inside a mapping."""
@@ -197,7 +197,7 @@ def fold(merged: dict[str, Any], options: set[str], report: Report) -> None:
         )
     elif multiple is not None:
         report.fault(
-            f"mlp_multiple_of: {multiple} is read beside intermediate_size and activation: swiglu"
+            f"mlp_multiple_of: {multiple} is read beside intermediate_size and a gated activation"
             " alone; write the intermediate_size that it leads to, and drop it"
         )
 

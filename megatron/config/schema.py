@@ -57,6 +57,7 @@ Count = Annotated[Int, Field(ge=0, le=10**9)]
 Length = Annotated[Int, Field(gt=0, le=2**24)]  # beyond, positions are not exact in float32
 Fraction = Annotated[Float, Field(ge=0, le=1)]
 Scale = Annotated[Float, Field(ge=0, le=1e30)]
+Factor = Annotated[Float, Field(gt=0, le=1e9)]
 Small = Annotated[Float, Field(ge=1e-30, le=10)]
 Many = Annotated[Int, Field(gt=0, le=10**12)]
 BelowOne = Annotated[Float, Field(ge=0, lt=1)]
@@ -121,9 +122,9 @@ class Model(Section):
     head_dim: Width | None = None
     """Features of a head; unset: hidden_size / num_attention_heads."""
     intermediate_size: Length | None = None
-    """Width of the MLP; unset: 4 * hidden_size, with activation: swiglu 8/3 * hidden_size rounded
-    up to a multiple of 64. (With a gated activation GPT-NeoX divides its intermediate_size by
-    3: give the divided width.)"""
+    """Width of the MLP; unset: 4 * hidden_size, with a gated activation 8/3 * hidden_size rounded
+    up to a multiple of 64. (There GPT-NeoX divides its intermediate_size by 3: give the divided
+    width.)"""
     seq_length: Length
     """Training context in tokens."""
     max_position_embeddings: Length
@@ -152,9 +153,22 @@ class Model(Section):
     """The rows of the embedding are rounded up to a multiple of this (GPT-2: 50257 -> 50304)."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Kind of normalisation; rmsnorm has no bias."""
-    qk_norm: bool = False
-    """Normalise each head's queries and keys before the encoding acts on them (Qwen 3); all heads
-    of a layer have the same weights."""
+    norm_placement: Literal["pre", "post", "both"] = "pre"
+    """Norms of a layer: pre: of what attention and MLP read; post: of what they add, x +
+    norm(attention(x)) (OLMo 2); both (Gemma 3)."""
+    embedding_norm: bool = False
+    """Normalise the embeddings before positions are added (BLOOM)."""
+    embedding_scale: Factor = 1.0
+    """Multiplies the embeddings before embedding_norm (Gemma: sqrt(hidden_size))."""
+    logit_scale: Factor = 1.0
+    """Multiplies the logits (Cohere)."""
+    qk_norm: bool | Literal["full"] = False
+    """Normalise queries and keys before the encoding acts on them; true: each head (Qwen 3), with
+    the same weights for all heads of a layer; full: all heads together (OLMo 2)."""
+    clip_qkv: Factor | None = None
+    """Clip queries, keys and values to at most this number, and at least minus it (MPT)."""
+    query_pre_attn_scalar: Factor | None = None
+    """Scores are divided by the root of this (Gemma 3); unset: of a head's features."""
     attention_gate: Literal["head", "element"] | None = None
     """Multiply what each head reads by the sigmoid of a projection of the layer's input (arXiv
     2505.06708): head: one number for a head; element: one for each of its features (Qwen3-Next).
@@ -181,12 +195,16 @@ class Model(Section):
     attention."""
     linear_value_head_dim: Width | None = None
     """Features of a head's values in gated_delta and kda layers; unset: linear_key_head_dim."""
-    activation: Literal["gelu", "gelu_new", "relu", "silu", "swiglu"] = "gelu"
+    activation: Literal["gelu", "gelu_new", "relu", "silu", "swiglu", "geglu", "geglu_new"] = "gelu"
     """Activation of the MLP; gelu_new: GPT-2's approximation by tanh; swiglu: silu(gate) * up, with
-    gate and up from one matrix (Llama)."""
+    gate and up from one matrix (Llama); geglu and geglu_new: the same with gelu and gelu_new."""
     parallel_residual: bool = False
     """true: x + attention(norm(x)) + mlp(norm(x)), each with a norm of its own, as in Pythia
     (GPT-NeoX's gpt_j_residual); false: one after the other."""
+    shared_norm: bool = False
+    """Beside parallel_residual: one norm for attention and MLP (GPT-J; GPT-NeoX's gpt_j_tied)."""
+    use_weight_in_norms: bool = True
+    """Whether norms have learned numbers; false: they have no bias either (OLMo)."""
     use_bias_in_norms: bool = True
     """Whether layer norms have a bias."""
     use_bias_in_attn_linear: bool = True
@@ -195,6 +213,8 @@ class Model(Section):
     """Whether the projection after attention has a bias."""
     use_bias_in_mlp: bool = True
     """Whether the matrices of the MLP have a bias."""
+    use_bias_in_output: bool = False
+    """Whether the output matrix has a bias (GPT-J)."""
 
 
 class Position(Section):

@@ -13,7 +13,6 @@ from typing import cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config import Config
@@ -238,7 +237,7 @@ def scores_of(model: GPT) -> Scores:
         # Some targets at a time: the logits of all would need too much memory.
         size = tokens_at_once(x.device)
         parts = zip(x.split(size, dim=1), targets.split(size), strict=True)
-        answers = [scored(F.linear(x, model.output_matrix), targets) for x, targets in parts]
+        answers = [scored(model.logits(x), targets) for x, targets in parts]
         correct, log_probability = zip(*answers, strict=True)
         return torch.cat(correct, dim=1), torch.cat(log_probability, dim=1)
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
@@ -254,7 +253,7 @@ def decode(
             rows = [row for row, text in enumerate(going) if len(text.tokens) == read]
             choosing = [going[row] for row in rows]
             if choosing:
-                logits = F.linear(features[rows], model.output_matrix)[:, :vocab]
+                logits = model.logits(features[rows])[:, :vocab]
                 for text, token in zip(choosing, chosen(logits, choosing, settings), strict=True):
                     text.add(token)
                 yield choosing

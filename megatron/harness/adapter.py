@@ -150,7 +150,7 @@ class Harness(TemplateLM):
                     x = x[len(targets) - 1 - count : len(targets) - 1].split(TOGETHER)
                     total, greedy = 0.0, True
                     for part, labels in zip(x, targets[-count:].split(TOGETHER), strict=True):
-                        logits = F.linear(part, self._model.output_matrix).float()
+                        logits = self._model.logits(part).float()
                         losses = F.cross_entropy(logits, labels, reduction="none")
                         total -= losses.double().sum().item()
                         greedy = greedy and torch.equal(logits.argmax(dim=-1), labels)

@@ -64,12 +64,14 @@ class ExportForm:
     """An export for transformers: its class, config.json, weights by their names, and code.
 
     sources: text by file name; empty for a class of transformers' own
+    longest: tokens of a text beyond which the class computes nothing, or None
     """
 
     architecture: str
     settings: dict[str, Any]
     weights: dict[str, Tensor]
     sources: Mapping[str, str]
+    longest: int | None = None
 
 
 @dataclass(frozen=True)
@@ -157,17 +159,18 @@ def export(run: str | Path, folder: str | Path, *, step: int | None = None) -> E
 
 def form_of(model: GPT, config: Config) -> ExportForm:
     """The model as the first class of transformers that is exactly it, else as our own class."""
-    state = model.state_dict()
-    numbers = sum(tensor.numel() for tensor in state.values())
+    state, architecture = model.state_dict(), Architecture.of(config.model)
     for family in FAMILIES.values():
         try:
             settings = family.config_of(config, model.vocab)
         except UserError as fault:
             logger.info("%s", fault)
             continue
-        weights = write_weights(family, state, Architecture.of(config.model))
-        if sum(tensor.numel() for tensor in weights.values()) == numbers:
-            return ExportForm(family.architecture, settings, weights, {})
+        modules = {module for module, *_ in family.places(architecture)}
+        if {name.removesuffix(".weight").removesuffix(".bias") for name in state} <= modules:
+            weights = write_weights(family, state, architecture)
+            longest = architecture.seq_length if family.ends else None
+            return ExportForm(family.architecture, settings, weights, {}, longest)
     weights = {PREFIX + name: tensor for name, tensor in state.items()}
     code = export_code.sources(model, config)
     return ExportForm(OWN, keys_of(config, model), weights, code)
@@ -237,6 +240,8 @@ def compare(folder: Path, form: ExportForm, model: GPT) -> dict[int, float]:
     for length in (min(COMPARED, trained), trained + max(COMPARED, trained // 4)):
         draw = torch.Generator().manual_seed(length)
         ids = torch.randint(model.vocab, (1, length), generator=draw)
+        if form.longest is not None and length > form.longest:
+            continue
         try:
             model.check_length(length)
         except UserError as fault:

@@ -48,7 +48,7 @@ class Family:
     keys: Mapping[str, Sequence[str]]
     values: Mapping[str, Mapping[Any, Any]]
     modules: Mapping[str, Sequence[str]]
-    rotary: str
+    positions: str
     trunk: str
     head: str = "lm_head"
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -58,12 +58,55 @@ class Family:
     unused: Sequence[str] = ()
     delta_modules: Mapping[str, Sequence[str]] = field(default_factory=dict)
     whole: str = ""
+    names: Sequence[str] = ()
+    section: str = ""
+    absent: Mapping[str, Any] = field(default_factory=dict)
+    types: Mapping[str, str] = field(default_factory=dict)
+    position_keys: Mapping[str, str] = field(default_factory=dict)
+    position_args: Mapping[str, Any] = field(default_factory=dict)
+    computed: Mapping[str, Any] = field(default_factory=dict)
+    ends: bool = False
 
     @property
     def known_keys(self) -> set[str]:
-        """Keys of config.json that this family reads."""
-        rope_keys = () if self.rotary == "none" else TABLE["rope_keys"]
-        return {*self.keys, *self.only, *self.layered, *self.unused, "vocab_size", *rope_keys}
+        """Keys of config.json that this family reads, those of its section as `flat` has them."""
+        keys = {*self.keys, *self.only, *self.layered, *self.unused, *self.position_keys}
+        keys.add("vocab_size")
+        return keys | {*TABLE["rope_keys"]} if self.turns else keys
+
+    @property
+    def turns(self) -> bool:
+        """Whether its encoding is rotary."""
+        return self.positions in ("part", "whole")
+
+    def flat(self, keys: Mapping[str, Any]) -> dict[str, Any]:
+        """Keys of a config.json with those of its section beside them, as `section.key`."""
+        rest = dict(keys)
+        if isinstance(rest.get(self.section), Mapping):
+            inner = rest.pop(self.section)
+            for key in inner.keys() - IGNORED_HF_KEYS:
+                rest[f"{self.section}.{key}"] = inner[key]
+        return self.typed(rest)
+
+    def typed(self, keys: Mapping[str, Any]) -> dict[str, Any]:
+        """The same with whole numbers and others as transformers asks for them."""
+        result = dict(keys)
+        for key, name in self.types.items():
+            number, kind = keys.get(key), {"int": int, "float": float}[name]
+            if type(number) in (int, float) and kind(number) == number:
+                result[key] = kind(number)
+        return result
+
+    def nested(self, flat: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys of a config.json again from those of `flat`."""
+        prefix = f"{self.section}."
+        inner, keys = {}, {}
+        for key, value in flat.items():
+            if self.section and key.startswith(prefix):
+                inner[key.removeprefix(prefix)] = value
+            else:
+                keys[key] = value
+        return keys | {self.section: inner} if inner else keys
 
     def reads(self, key: str, value: Any) -> bool:
         """Whether transformers' class, or what all classes share, may read a key of config.json."""
@@ -76,7 +119,8 @@ class Family:
             return True
         modules = [getattr(transformers, self.architecture).__module__, config_class.__module__]
         modules += [f"transformers.{name}" for name in TABLE["modules_of_every_class"]]
-        use = re.compile(rf"config\.{re.escape(key)}\b|[\"']{re.escape(key)}[\"']")
+        name = re.escape(key.rpartition(".")[2])
+        use = re.compile(rf"config\.{name}\b|[\"']{name}[\"']")
         sources = [PROSE.sub("", inspect.getsource(import_module(name))) for name in modules]
         return any(use.search(source) for source in sources)
 
@@ -86,10 +130,11 @@ class Family:
 
         keys = {key: value for key, value in config.items() if key in self.known_keys}
         try:
-            theirs = CONFIG_MAPPING[self.model_type].from_dict(keys).to_dict()
+            filled_in = CONFIG_MAPPING[self.model_type].from_dict(self.nested(keys)).to_dict()
         except Exception as fault:  # it raises many kinds
             reason = " ".join(str(fault).split())
             raise UserError(f"{self.architecture} refuses it ({reason:.300})") from None
+        theirs = {**self.absent, **self.flat(filled_in)}
 
         for key, value in self.only.items():
             if theirs[key] != value:
@@ -122,10 +167,12 @@ class Family:
         windows = [window if kind == SLIDING else None for kind in kinds]
         settings |= one_or_pattern("window", "window_layers", windows)
 
-        if self.rotary == "none":
-            return settings | {"pos_emb": "learned"}
-        arguments = rotary_options(theirs["rope_parameters"])
-        if arguments["rotary_pct"] != 1 and self.rotary == "whole":
+        arguments = {option: theirs[key] for key, option in self.position_keys.items()}
+        arguments |= self.position_args
+        if not self.turns:
+            return settings | {"pos_emb": self.positions, "pos_emb_args": arguments}
+        arguments |= rotary_options(theirs["rope_parameters"])
+        if arguments["rotary_pct"] != 1 and self.positions == "whole":
             raise UserError(
                 f"{SHARE}: {arguments['rotary_pct']} is not what {self.architecture} computes; it"
                 " turns all features"
@@ -187,9 +234,11 @@ class Family:
         }
         theirs |= {key: layers[key] for key in self.layered if key in layers}
         [options] = ours["pos_emb"][turning.index(1) if any(turning) else 0].values()
-        if self.rotary == "none":
-            theirs["n_positions"] = options.get("max_positions")
-        else:
+        theirs |= {key: options.get(option) for key, option in self.position_keys.items()}
+        for key, (name, *_) in self.keys.items():
+            if name == "seq_length" and "max_positions" in options:
+                theirs[key] = options["max_positions"]
+        if self.turns:
             kind = options.get("scaling", "none")
             rope = {
                 "rope_type": "default" if kind == "none" else kind,
@@ -200,15 +249,19 @@ class Family:
                 if options[option] is not None:
                     rope[key] = options[option]
             theirs["rope_parameters"] = rope
+        theirs = self.typed(theirs)
 
         try:
             back = function_of(self.configuration(theirs))
         except UserError as fault:
             raise UserError(f"{self.architecture} is another model: {fault}") from None
         reasons = [f"{key}: {value}" for key, value in ours.items() if back[key] != value]
+        for key, value in self.computed.items():
+            if theirs[key] != value:
+                reasons.append(f"{key}: {theirs[key]}, where transformers computes {value}")
         if reasons:
             raise UserError(f"{self.architecture} is another model: {'; '.join(reasons)}")
-        return theirs
+        return self.nested(theirs)
 
     def places(self, model: Architecture) -> Iterator[tuple[str, list[str], "MatrixForm"]]:
         """(our module, their modules, the form between them) of every module of a model."""
@@ -275,6 +328,7 @@ def function_of(config: Config) -> dict[str, Any]:
         "intermediate_size": model.mlp_width,
         "use_bias_in_attn_output": model.bias_in_attn_output,
         "use_bias_in_norms": model.norm_has_bias,
+        "query_pre_attn_scalar": model.query_pre_attn_scalar or model.features_of_head,
         "pos_emb": [encodings[layer % len(encodings)] for layer in range(model.num_layers)],
         "window": attention.windows(model.num_layers, model.seq_length),
         "blockwise": attention.blockwise,
@@ -334,6 +388,10 @@ FORMS = {
     ),
     "above_one": MatrixForm(lambda parts, _: parts[0] + 1, lambda tensor, _: [tensor - 1]),
     "heads": MatrixForm(fused, parted),
+    "rows_of_heads": MatrixForm(
+        lambda parts, model: fused(parts[0].chunk(3), model),
+        lambda tensor, model: [torch.cat(parted(tensor, model))],
+    ),
     "columns_of_heads": MatrixForm(
         lambda parts, model: fused(turned(parts[0]).chunk(3), model),
         lambda tensor, model: [turned(torch.cat(parted(tensor, model)))],

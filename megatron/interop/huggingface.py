@@ -1,11 +1,11 @@
 """Open a folder of Hugging Face's, or a GGUF file, by transformers. Nothing in it is run."""
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron import strict_json
@@ -31,8 +31,9 @@ WEIGHTS = "model*.safetensors"
 LONGEST = 10_000_000  # bytes of config.json
 QUANTIZED = "quantization_config"
 OF_WHOLE = {"tie_word_embeddings", QUANTIZED, "auto_map"}  # keys beside text_config that count
-MOST = {"vocab_size": LONGEST, "num_hidden_layers": 1000, "n_layer": 1000}
-MOST |= {"num_attention_heads": 4096, "n_head": 4096}
+MOST = {"vocab_size": LONGEST}
+MOST |= dict.fromkeys(["num_hidden_layers", "n_layer", "n_layers"], 1000)
+MOST |= dict.fromkeys(["num_attention_heads", "n_head", "n_heads"], 4096)
 BYTES = 8  # of a weight while it is read: theirs and ours in float32
 
 
@@ -85,7 +86,9 @@ def load_class(folder: Path, family: Family, settings: dict[str, Any]) -> tuple[
         with gguf.place_of(folder) as (place, option):
             loaded, report = getattr(transformers, family.architecture).from_pretrained(
                 place,
-                config=transformers.CONFIG_MAPPING[family.model_type].from_dict(settings),
+                config=transformers.CONFIG_MAPPING[family.model_type].from_dict(
+                    family.nested(settings)
+                ),
                 dtype=torch.float32,
                 local_files_only=True,
                 use_safetensors=True,
@@ -113,6 +116,11 @@ def load_class(folder: Path, family: Family, settings: dict[str, Any]) -> tuple[
             f"{folder}: the weights are not those of its config.json"
             f" ({'; '.join(sorted(faults)[:8])}) - copy the folder again"
         )
+    bias_max = settings.get("attn_config.alibi_bias_max")
+    if bias_max is not None:  # transformers 5.23 leaves out this argument of its own function
+        model = loaded.transformer
+        build = model.build_mpt_alibi_tensor
+        model.build_mpt_alibi_tensor = partial(build, alibi_bias_max=bias_max)
     return loaded.eval(), program
 
 
@@ -125,7 +133,7 @@ def compare_logits(
     ids [batch, length]; last: how many tokens of each text are compared, 0 for all
     Raises UserError if they differ by more than `tolerance` of the largest logit, at least 1.
     """
-    logits = F.linear(model.features(ids)[:, -last:], model.output_matrix)
+    logits = model.logits(model.features(ids)[:, -last:])
     difference = float((theirs(ids, logits_to_keep=last).logits - logits).abs().max())
     largest = float(logits.abs().max())
     # `not <=`: nan is no agreement
@@ -142,7 +150,11 @@ def family_of(folder: Path) -> tuple[Family, dict[str, Any]]:
     place = folder / SETTINGS
     theirs = read_json(place)
     names = theirs.get("architectures")
-    families = FAMILIES | {family.whole: family for family in FAMILIES.values() if family.whole}
+    families = dict(FAMILIES)
+    for family in FAMILIES.values():
+        families |= dict.fromkeys(
+            [*family.names, *([family.whole] if family.whole else [])], family
+        )
     family = families.get(names[0]) if isinstance(names, list) and len(names) == 1 else None
     if family is None:
         raise UserError(
@@ -155,7 +167,7 @@ def family_of(folder: Path) -> tuple[Family, dict[str, Any]]:
             raise UserError(f"{place}: text_config: holds no keys - copy it again")
         theirs |= {key: whole[key] for key in OF_WHOLE & whole.keys()}
         logger.warning("%s: of %s the text model alone is read", place, family.whole)
-    return family, theirs
+    return family, family.flat(theirs)
 
 
 def read_settings(folder: Path) -> tuple[Family, Config, dict[str, Any]]:

@@ -7,7 +7,6 @@ imports. They need torch and transformers alone.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache as TheirCache
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, initialization
@@ -190,7 +189,7 @@ class PositionsGPTForCausalLM(PreTrainedModel, GenerationMixin):
             x = x[:, logits_to_keep]
         elif logits_to_keep:
             x = x[:, -logits_to_keep:]
-        logits = F.linear(x, self.gpt.output_matrix)
+        logits = self.gpt.logits(x)
         loss = None
         if labels is not None:
             vocab = self.config.vocab_size

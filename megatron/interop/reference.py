@@ -97,6 +97,8 @@ def load_reference(folder: str | Path, config: Config) -> tuple[GPT, Config]:
         where = f"{folder}: layer {number}"
         prefix = prefixes.get(number, f"layer {number}: ")
         for name, tensor in joined(ranks, where, model.parallel_residual).items():
+            if model.shared_norm and name.startswith("post_attention_layernorm"):
+                continue  # GPT-NeoX keeps it, and does not use it
             encoding_name = OF_AN_ENCODING.fullmatch(name)
             if encoding_name:
                 copies[encoding_name[1]].append(tensor)

@@ -1,5 +1,6 @@
 """The parts of a transformer layer, with GPT-NeoX's parameter names and layout."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -134,9 +135,10 @@ def normalisation(features: int, model: Architecture) -> nn.Module:
 
     rmsnorm divides by the root mean square (arXiv 1910.07467).
     """
+    epsilon, learned = model.layernorm_epsilon, model.use_weight_in_norms
     if model.norm == "rmsnorm":
-        return nn.RMSNorm(features, eps=model.layernorm_epsilon)
-    return nn.LayerNorm(features, eps=model.layernorm_epsilon, bias=model.use_bias_in_norms)
+        return nn.RMSNorm(features, epsilon, elementwise_affine=learned)
+    return nn.LayerNorm(features, epsilon, learned, bias=model.use_bias_in_norms)
 
 
 class SelfAttention(nn.Module):
@@ -147,6 +149,7 @@ class SelfAttention(nn.Module):
     attention_gate (arXiv 2505.06708): what a head reads is multiplied by sigmoid(x W), one number
     or one for each feature; the rows of W stand between q and k, as in the authors' code.
     heads_per_query: so many neighbouring heads have one q, which the encoding changes for each.
+    qk_norm: full normalises all heads of a token together, before they are parted (OLMo 2).
     softmax_type: as in Megatron-LM; softmax_offset [heads] is the learned score of the sink.
     """
 
@@ -163,9 +166,16 @@ class SelfAttention(nn.Module):
             hidden, model.projected_width, bias=model.use_bias_in_attn_linear
         )
         self.query_norm = self.key_norm = None
+        self.normed_together = model.qk_norm == "full"
         if model.qk_norm:
-            self.query_norm = normalisation(model.features_of_head, model)
-            self.key_norm = normalisation(model.features_of_head, model)
+            query_heads = model.query_heads if self.normed_together else 1
+            key_heads = model.key_heads if self.normed_together else 1
+            self.query_norm = normalisation(query_heads * self.features, model)
+            self.key_norm = normalisation(key_heads * self.features, model)
+        self.clip = model.clip_qkv
+        self.stretch = 1.0  # of queries: scores are divided by the root of head_dim later
+        if model.query_pre_attn_scalar is not None:
+            self.stretch = math.sqrt(self.features / model.query_pre_attn_scalar)
         self.dense = nn.Linear(width, hidden, bias=model.bias_in_attn_output)
         self.heads = model.num_attention_heads
         self.off_by_one = model.softmax_type == "off-by-one"
@@ -178,9 +188,15 @@ class SelfAttention(nn.Module):
         batch, length, _ = x.shape
         fused = self.query_key_value(x).view(batch, length, self.key_heads, -1)
         q, gate, k, v = fused.split(self.widths, dim=3)
+        if self.clip is not None:
+            q, k, v = (part.clamp(-self.clip, self.clip) for part in (q, k, v))
         q, k, v = (part.unflatten(3, (-1, self.features)) for part in (q, k, v))
         if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
+            first = 2 if self.normed_together else 4  # the features of all heads, or of each
+            q = self.query_norm(q.flatten(first)).view_as(q)
+            k = self.key_norm(k.flatten(first)).view_as(k)
+        if self.stretch != 1:
+            q = q * self.stretch
         # [batch, heads or key heads, length, head_dim]
         q, k, v = (part.flatten(2, 3).transpose(1, 2) for part in (q, k, v))
         q = for_each_query_head(q, self.heads_per_query)
@@ -226,18 +242,21 @@ class SelfAttention(nn.Module):
         return self.dense(out.reshape(batch, length, -1))
 
 
-def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) * up (arXiv 2002.05202), the gate first: [..., 2 width] -> [..., width]."""
+def gated(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    """activation(gate) * up (arXiv 2002.05202), the gate first: [..., 2 width] -> [..., width]."""
     gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return activation(gate) * up
 
 
+gelu_new = partial(F.gelu, approximate="tanh")  # as GPT-2 computes it
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
-    "gelu_new": partial(F.gelu, approximate="tanh"),  # as GPT-2 computes it
+    "gelu_new": gelu_new,
     "relu": F.relu,
     "silu": F.silu,
-    "swiglu": swiglu,
+    "swiglu": partial(gated, activation=F.silu),
+    "geglu": partial(gated, activation=F.gelu),
+    "geglu_new": partial(gated, activation=gelu_new),
 }
 """Activations by the names that `activation` may have."""
 
@@ -264,7 +283,9 @@ LAYERS = {ATTENTION: SelfAttention, "gated_delta": GatedDelta, "kda": KimiDelta}
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); dropout acts on what is added.
 
-    With parallel_residual both read the same x: x + attention(norm(x)) + mlp(norm(x)).
+    With parallel_residual both read the same x: x + attention(norm(x)) + mlp(norm(x)), and with
+    shared_norm the same norm(x). norm_placement: post has the norms of what is added in their
+    place, x + norm(attention(x)), and both has these beside them.
     kind: one of LAYERS, which stands in the place of attention
     """
 
@@ -272,15 +293,26 @@ class Block(nn.Module):
         super().__init__()
         self.dropout = model.hidden_dropout
         self.parallel_residual = model.parallel_residual
-        self.input_layernorm = normalisation(model.hidden_size, model)
+        self.shared_norm = model.shared_norm
+        before, after = model.norm_placement != "post", model.norm_placement != "pre"
+
+        def norm(exists: bool) -> nn.Module:
+            return normalisation(model.hidden_size, model) if exists else nn.Identity()
+
+        self.input_layernorm = norm(before)
         self.attention = LAYERS[kind](model)
-        self.post_attention_layernorm = normalisation(model.hidden_size, model)
+        self.attention_output_norm = norm(after)
+        self.post_attention_layernorm = norm(before and not model.shared_norm)
         self.mlp = MLP(model)
+        self.mlp_output_norm = norm(after)
 
     def forward(self, x: Tensor, inputs: AttentionInputs | LayerCache | None) -> Tensor:
         """x [batch, length, hidden] -> same. inputs: what its kind reads beside x."""
-        added = self.attention(self.input_layernorm(x), inputs)
+        normed = self.input_layernorm(x)
+        added = self.attention_output_norm(self.attention(normed, inputs))
         attended = x + F.dropout(added, self.dropout, self.training)
-        read_by_mlp = x if self.parallel_residual else attended
-        added = self.mlp(self.post_attention_layernorm(read_by_mlp))
+        read_by_mlp = attended
+        if self.parallel_residual:
+            read_by_mlp = normed if self.shared_norm else x
+        added = self.mlp_output_norm(self.mlp(self.post_attention_layernorm(read_by_mlp)))
         return attended + F.dropout(added, self.dropout, self.training)

@@ -83,11 +83,15 @@ class GPT(nn.Module):
         self.checkpoint_activations = False
         self.context: Context | None = None
         self.word_embeddings = nn.Embedding(vocab, hidden)
+        self.embedding_norm = normalisation(hidden, model) if model.embedding_norm else None
+        self.embedding_scale, self.logit_scale = model.embedding_scale, model.logit_scale
         self.layers = nn.ModuleList()
         for kind in model.kinds:
             self.layers.append(Block(model, kind))
         self.norm = normalisation(hidden, model)
-        self.final_linear = nn.Linear(hidden, vocab, bias=False) if model.no_weight_tying else None
+        self.final_linear = None
+        if model.no_weight_tying:
+            self.final_linear = nn.Linear(hidden, vocab, bias=model.use_bias_in_output)
         initialize(self, model)
         self.attention_layers = model.attention_layers
         # After `initialize`: an encoding sets its own first values.
@@ -119,18 +123,19 @@ class GPT(nn.Module):
         """
         x = self.features(ids, cache)
         if labels is None:
-            return F.linear(x, self.output_matrix)
+            return self.logits(x)
         if self.context is not None:
             part = self.context.part(ids.shape[1])
             labels = labels[:, part]
             counted = None if counted is None else counted[:, part]
         if mean:
             marked = None if counted is None else counted.flatten()
-            return mean_loss(x.flatten(0, 1), self.output_matrix, labels.flatten(), marked)
+            matrix, bias = self.output_matrix, self.output_bias
+            return mean_loss(x.flatten(0, 1), matrix, labels.flatten(), marked, bias)
         return self.losses(x, labels)
 
     def features(self, ids: Tensor, cache: Cache | None = None) -> Tensor:
-        """ids [batch, length] -> [batch, length, hidden], after the final norm."""
+        """ids [batch, length] -> [batch, length, hidden], after the final norm and logit_scale."""
         if ids.dim() != 2:
             raise UserError(f"ids: {list(ids.shape)} must be [batch, length]")
         start = 0 if cache is None else cache.length
@@ -160,6 +165,10 @@ class GPT(nn.Module):
             documents = None if documents is None else replace(documents, new=part)
 
         x = self.word_embeddings(ids)
+        if self.embedding_scale != 1:
+            x = x * self.embedding_scale
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
         acts_on_embeddings = self.position.has("on_embeddings")
         if documents is not None and documents.restart and acts_on_embeddings:
             embed = self.position.on_embeddings
@@ -176,7 +185,8 @@ class GPT(nn.Module):
                 x = block(x, inputs)
         if cache is not None:
             cache.length = length
-        return self.norm(x)
+        x = self.norm(x)
+        return x if self.logit_scale == 1 else x * self.logit_scale
 
     def check_length(self, length: int) -> None:
         """Raises UserError if an encoding has no positions for a text of so many tokens."""
@@ -261,8 +271,13 @@ class GPT(nn.Module):
 
         x [batch, length, hidden], labels [batch, length] -> [batch, length]
         """
-        losses = token_losses(x.flatten(0, 1), self.output_matrix, labels.flatten())
+        matrix, bias = self.output_matrix, self.output_bias
+        losses = token_losses(x.flatten(0, 1), matrix, labels.flatten(), bias)
         return losses.view_as(labels)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x [..., hidden] as `features` returns it -> [..., vocab]."""
+        return F.linear(x, self.output_matrix, self.output_bias)
 
     def use_attention(self, attention: AttentionSettings) -> None:
         """Compute attention with other settings, such as backend, window and log-n scale.
@@ -387,3 +402,8 @@ class GPT(nn.Module):
         if self.final_linear is None:
             return self.word_embeddings.weight
         return self.final_linear.weight
+
+    @property
+    def output_bias(self) -> Tensor | None:
+        """[vocab], or None."""
+        return None if self.final_linear is None else self.final_linear.bias

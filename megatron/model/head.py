@@ -20,10 +20,10 @@ def tokens_at_once(device: torch.device) -> int:
     return HEAD_TOKENS_CUDA if device.type == "cuda" else HEAD_TOKENS
 
 
-def token_losses(x: Tensor, matrix: Tensor, labels: Tensor) -> Tensor:
+def token_losses(x: Tensor, matrix: Tensor, labels: Tensor, bias: Tensor | None = None) -> Tensor:
     """Cross entropy of each token in float32.
 
-    x [tokens, hidden], matrix [vocab, hidden], labels [tokens] -> [tokens]
+    x [tokens, hidden], matrix [vocab, hidden], labels [tokens], bias [vocab] -> [tokens]
 
     Autograd keeps the logits of all blocks; where the mean alone is wanted, `mean_loss` does not.
     """
@@ -32,17 +32,23 @@ def token_losses(x: Tensor, matrix: Tensor, labels: Tensor) -> Tensor:
     blocks = zip(x.split(size), labels.split(size), strict=True)
     for part, targets in blocks:
         # The logits have no name, so that they are freed before those of the next block exist.
-        block = F.cross_entropy(F.linear(part, matrix).float(), targets, reduction="none")
+        block = F.cross_entropy(F.linear(part, matrix, bias).float(), targets, reduction="none")
         losses.append(block)
     return torch.cat(losses)
 
 
-def mean_loss(x: Tensor, matrix: Tensor, labels: Tensor, counted: Tensor | None = None) -> Tensor:
+def mean_loss(
+    x: Tensor,
+    matrix: Tensor,
+    labels: Tensor,
+    counted: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
     """The mean of `token_losses`, [] float32; one block of logits exists, also with gradients.
 
     counted [tokens] bool: whose losses the mean is taken over, None for all; 0 where it is of none
     """
-    return cast(Tensor, MeanLoss.apply(x, matrix, labels, counted))
+    return cast(Tensor, MeanLoss.apply(x, matrix, labels, counted, bias))
 
 
 class MeanLoss(torch.autograd.Function):
@@ -53,18 +59,26 @@ class MeanLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, matrix: Tensor, labels: Tensor, counted: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        matrix: Tensor,
+        labels: Tensor,
+        counted: Tensor | None,
+        bias: Tensor | None,
     ) -> Tensor:
         total = x.new_zeros((), dtype=torch.float32)
         dx = torch.empty_like(x)
         dmatrix = torch.zeros_like(matrix, dtype=torch.float32)
+        dbias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         size = tokens_at_once(x.device)
         headroom = size / SUMMED
         for start in range(0, len(x), size):
             block = slice(start, start + size)
             part, targets = x[block], labels[block]
             # [block, vocab]; the logits have no name, so that they are freed here
-            log_probabilities = F.log_softmax(F.linear(part, matrix), dim=1, dtype=torch.float32)
+            log_probabilities = F.log_softmax(
+                F.linear(part, matrix, bias), dim=1, dtype=torch.float32
+            )
             target_log_probabilities = log_probabilities.gather(1, targets[:, None])
             if counted is not None:
                 target_log_probabilities = target_log_probabilities * counted[block, None]
@@ -73,19 +87,23 @@ class MeanLoss(torch.autograd.Function):
             dlogits[torch.arange(len(targets), device=x.device), targets] -= 1
             if counted is not None:
                 dlogits *= counted[block, None]
+            if dbias is not None:
+                dbias += dlogits.sum(dim=0)
             dlogits = dlogits.to(x.dtype)
             torch.mm(dlogits, matrix, out=dx[block])
             dmatrix.add_(dlogits.T @ (part / headroom), alpha=headroom)
         count = len(x) if counted is None else counted.sum().clamp(min=1)
-        ctx.save_for_backward(dx, dmatrix)
+        ctx.save_for_backward(dx, dmatrix, dbias)
         ctx.count, ctx.dtype = count, matrix.dtype
         return total / count
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         # Scaled only now: float16's loss scale comes with the gradient. Without it 1 / tokens
         # underflows.
-        dx, dmatrix = ctx.saved_tensors
+        dx, dmatrix, dbias = ctx.saved_tensors
         scale = gradients[0] / ctx.count
-        return dx * scale, (dmatrix * scale).to(ctx.dtype), None, None
+        if dbias is not None:
+            dbias = (dbias * scale).to(ctx.dtype)
+        return dx * scale, (dmatrix * scale).to(ctx.dtype), None, None, dbias

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron.positions import Position
 from megatron.positions.layers import ATTENTION
 
-GATED = ("swiglu",)
+GATED = ("swiglu", "geglu", "geglu_new")
 """Activations that read twice the width, the gate first."""
 GATED_MULTIPLE = 64
 """The MLP's default width is rounded up to a multiple of this where its activation has a gate."""
@@ -33,7 +33,11 @@ class Architecture:
     intermediate_size: int | None = None
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     layernorm_epsilon: float = 1e-5
-    qk_norm: bool = False
+    norm_placement: Literal["pre", "post", "both"] = "pre"
+    embedding_norm: bool = False
+    qk_norm: bool | Literal["full"] = False
+    clip_qkv: float | None = None
+    query_pre_attn_scalar: float | None = None
     attention_gate: Literal["head", "element"] | None = None
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
     layers: tuple[str, ...] = ()
@@ -44,11 +48,16 @@ class Architecture:
     linear_value_head_dim: int | None = None
     activation: str = "gelu"
     parallel_residual: bool = False
+    shared_norm: bool = False
+    use_weight_in_norms: bool = True
     use_bias_in_norms: bool = True
     use_bias_in_attn_linear: bool = True
     use_bias_in_attn_output: bool | None = None
     use_bias_in_mlp: bool = True
+    use_bias_in_output: bool = False
     no_weight_tying: bool = True
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
     hidden_dropout: float = 0.0
     init_method: Literal["normal", "small_init"] = "normal"
     init_method_std: float = 0.02
@@ -141,7 +150,18 @@ class Architecture:
 
     @property
     def norm_has_bias(self) -> bool:
-        return self.norm == "layernorm" and self.use_bias_in_norms
+        return self.norm == "layernorm" and self.use_bias_in_norms and self.use_weight_in_norms
+
+    @property
+    def numbers_of_norm(self) -> int:
+        """Learned numbers of a norm for each of its features."""
+        return int(self.use_weight_in_norms) + int(self.norm_has_bias)
+
+    @property
+    def norms_of_layer(self) -> int:
+        """Norms of a layer over hidden_size features."""
+        norms = 4 if self.norm_placement == "both" else 2
+        return norms - int(self.shared_norm)
 
 
 @dataclass(frozen=True)

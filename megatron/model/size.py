@@ -61,8 +61,7 @@ def palm_weights(model: Architecture, vocab: int) -> int:
 
     PaLM's two embeddings are one matrix, which its N counts once.
     """
-    hidden = model.hidden_size
-    norm_numbers = 2 if model.norm_has_bias else 1
+    hidden, norm_numbers = model.hidden_size, model.numbers_of_norm
     attention = 0
     if model.use_bias_in_attn_linear:
         attention += model.projected_width
@@ -71,12 +70,15 @@ def palm_weights(model: Architecture, vocab: int) -> int:
     if model.softmax_type == "learnable":
         attention += model.num_attention_heads
     if model.qk_norm:
-        attention += norm_numbers * 2 * model.features_of_head
-    layer_vectors = norm_numbers * 2 * hidden
+        heads = model.query_heads + model.key_heads if model.qk_norm == "full" else 2
+        attention += norm_numbers * heads * model.features_of_head
+    layer_vectors = norm_numbers * model.norms_of_layer * hidden
     if model.use_bias_in_mlp:
         layer_vectors += model.widened + hidden
     small = attention_count(model) * attention + weights_of_states(model)[1]
-    small += model.num_layers * layer_vectors + norm_numbers * hidden
+    small += model.num_layers * layer_vectors
+    small += norm_numbers * hidden * (1 + int(model.embedding_norm))
+    small += vocab * int(model.use_bias_in_output)
     return matrix_weights(model, vocab) + small
 
 

@@ -4,6 +4,7 @@ The Gaussian and the tanh kernel of MEP (arXiv 2403.17698) are here too: they us
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,20 +31,21 @@ TANH_SLOPES = [
     0.04552,
 ]
 TANH_RATIO = 0.5148
+MOST_BIAS = 100.0  # slopes beyond are no float32
 EPSILON = 1e-6  # the authors': at large distances the kernel is 1e-6, not 0
 
 
-def alibi_slopes(heads: int) -> list[float]:
+def alibi_slopes(heads: int, bias_max: float = 8) -> list[float]:
     """The official slopes in the official order (attention_with_linear_biases, `get_slopes`).
 
-    2^(-8h/heads) for a power of two. Else the slopes of the next lower power of two, followed by
-    every second slope of the next higher one.
+    2^(-8h/heads) for a power of two, with bias_max = 8. Else the slopes of the next lower power of
+    two, followed by every second slope of the next higher one.
     """
     lower = 2 ** math.floor(math.log2(heads))
-    ladder = [2 ** (-8 * (head + 1) / lower) for head in range(lower)]
+    ladder = [2 ** (-bias_max * (head + 1) / lower) for head in range(lower)]
     if lower == heads:
         return ladder
-    in_between = alibi_slopes(2 * lower)[0::2]
+    in_between = alibi_slopes(2 * lower, bias_max)[0::2]
     return ladder + in_between[: heads - lower]
 
 
@@ -87,10 +89,20 @@ class Sloped(PerHead, DistanceBias):
 
 @register("alibi")
 class Alibi(Sloped):
-    """-s · d; as a kernel, exp(-s · d)."""
+    """-s · d; as a kernel, exp(-s · d).
+
+    bias_max: the smallest slope is 2^-bias_max, as MPT calls it; the paper's is 2^-8
+    """
 
     published = True
     claims = ("zero_at_0", "never_rises", "conditionally_positive_definite")
+
+    def __init__(self, shape: Shape, *, bias_max: float = 8.0, **sloped: Any) -> None:
+        self.bias_max = positive("bias_max", bias_max, most=MOST_BIAS)
+        super().__init__(shape, **sloped)
+
+    def published_slopes(self, heads: int) -> list[float]:
+        return alibi_slopes(heads, self.bias_max)
 
     def log_kernel(self, distance: Tensor) -> Tensor:
         return -self.per_head("slopes") * distance

@@ -67,7 +67,10 @@ def test_logits_and_gradients_are_those_of_hugging_face(case, folder):
     expected = theirs(ids).logits
     logits = ours(ids)
     assert expected.std() > 0.3
-    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
+    # MPT adds distances from its last position before the softmax; states multiply rounding.
+    relative = 1e-5 if case.startswith(("mpt", "qwen3.5")) else 2e-6
+    largest = float(expected.detach().abs().max())
+    torch.testing.assert_close(logits, expected, rtol=0, atol=relative * largest)
     direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     (expected * direction).sum().backward()
     (logits * direction).sum().backward()
@@ -125,6 +128,10 @@ def test_ours_goes_back_bit_for_bit(case, folder):
         atol = 1e-7 if rounded else 0
         torch.testing.assert_close(back[name], weight, rtol=0, atol=atol)
     assert model.vocab == VOCAB == padded_vocab(VOCAB, config.model.make_vocab_size_divisible_by)
+    if case == "mpt storywriter":
+        with pytest.raises(UserError, match="alibi_bias_max: 16, where transformers computes 8"):
+            family.config_of(config, VOCAB)
+        return
     theirs = type(of_theirs(case).config)
     written = theirs(**family.config_of(config, VOCAB)).to_dict()
     original = theirs.from_pretrained(folder(case)).to_dict()
@@ -146,6 +153,16 @@ def test_other_spellings_are_the_same_model(folder, tmp_path):
         theirs = transformers.AutoModelForCausalLM.from_pretrained(place)
         ids = random_ids(24)
         torch.testing.assert_close(open_model(place)[0](ids), theirs(ids).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CASES["published"])
+def test_the_config_of_a_published_model_is_read(name, tmp_path):
+    theirs, expected = CASES["published"][name]
+    (tmp_path / "config.json").write_text(json.dumps(theirs))
+    family, config, _ = read_settings(tmp_path)
+    assert family.model_type == theirs["model_type"]
+    keys = config.flat()
+    assert {key: keys[key] for key in expected} == expected
 
 
 @torch.no_grad()

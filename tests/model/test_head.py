@@ -14,8 +14,9 @@ from megatron.model import head
 )
 @pytest.mark.parametrize("block", [7, 64])
 @pytest.mark.parametrize("some", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
 def test_the_mean_loss_and_its_gradients_are_those_of_the_cross_entropy_in_float64(
-    dtype, tolerance, block, some, monkeypatch
+    dtype, tolerance, block, some, biased, monkeypatch
 ):
     monkeypatch.setattr(head, "HEAD_TOKENS", block)
     x, matrix = torch.randn(50, 24).to(dtype), torch.randn(301, 24).to(dtype)
@@ -23,10 +24,11 @@ def test_the_mean_loss_and_its_gradients_are_those_of_the_cross_entropy_in_float
     if some:
         counted = torch.rand(50) < 0.7
         counted[:7] = False  # a whole block
-    exact = [x.double().requires_grad_(), matrix.double().requires_grad_()]
-    expected = F.cross_entropy((exact[0] @ exact[1].T)[counted], labels[counted])
-    ours = [x.requires_grad_(), matrix.requires_grad_()]
-    loss = head.mean_loss(*ours, labels, counted if some else None)
+    inputs = [x, matrix, torch.randn(301).to(dtype)][: 3 if biased else 2]
+    exact = [tensor.double().requires_grad_() for tensor in inputs]
+    expected = F.cross_entropy(F.linear(*exact)[counted], labels[counted])
+    ours = [tensor.requires_grad_() for tensor in inputs]
+    loss = head.mean_loss(*ours[:2], labels, counted if some else None, *ours[2:])
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(expected.item(), rel=tolerance)
     scale = 2.0**12  # a loss scale, as float16 needs it

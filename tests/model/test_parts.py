@@ -35,6 +35,11 @@ COMBINATIONS = {
     "qwen3 next": [*LLAMA, "head_dim=16", "qk_norm=true", "attention_gate=element"],
     "gates of heads": [*GROUPED, "attention_gate=head", "softmax_type=learnable"],
     "no bias": ["use_bias_in_norms=false", "qk_norm=true", "use_bias_in_attn_output=false"],
+    "olmo2": [*LLAMA, "norm_placement=post", "qk_norm=full", "head_dim=12"],
+    "gemma3": [*LLAMA, "norm_placement=both", "qk_norm=true", "activation=geglu_new"],
+    "gpt-j": ["parallel_residual=true", "shared_norm=true", "use_bias_in_output=true"],
+    "bloom": ["embedding_norm=true", "clip_qkv=0.5", "query_pre_attn_scalar=5"],
+    "olmo": [*LLAMA, "norm=layernorm", "use_weight_in_norms=false", "activation=geglu"],
     "layer norm of heads": ["qk_norm=true", "parallel_residual=true", "activation=relu"],
 }
 every_combination = pytest.mark.parametrize("parts", COMBINATIONS.values(), ids=COMBINATIONS)
