@@ -26,6 +26,7 @@ from megatron.positions.layers import ATTENTION, entries_of
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 BASE, SHARE = "rope_theta", "partial_rotary_factor"
+PROPORTIONAL = "proportional"  # a rope_type
 TRAINING_ALONE = (
     "seq_length",
     "hidden_dropout",
@@ -171,7 +172,7 @@ class Family:
         arguments |= self.position_args
         if not self.turns:
             return settings | {"pos_emb": self.positions, "pos_emb_args": arguments}
-        arguments |= rotary_options(theirs["rope_parameters"])
+        arguments |= rotary_options(theirs)
         if arguments["rotary_pct"] != 1 and self.positions == "whole":
             raise UserError(
                 f"{SHARE}: {arguments['rotary_pct']} is not what {self.architecture} computes; it"
@@ -240,6 +241,8 @@ class Family:
                 theirs[key] = options["max_positions"]
         if self.turns:
             kind = options.get("scaling", "none")
+            if options.get("fraction", 1.0) != 1:
+                kind = PROPORTIONAL
             rope = {
                 "rope_type": "default" if kind == "none" else kind,
                 BASE: options.get("base", 10000.0),
@@ -275,11 +278,12 @@ class Family:
         yield "final_linear", [self.head], FORMS["same"]
 
 
-def rotary_options(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """pos_emb_args of `rotary` from completed rope_parameters.
+def rotary_options(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """pos_emb_args of `rotary` from the completed rope_parameters of a config.json.
 
     Raises UserError, which names the key, for a scaling that rotary cannot express.
     """
+    rope = theirs["rope_parameters"]
     kind = rope["rope_type"]
     if kind not in SCALINGS:
         choices = ", ".join(SCALINGS)
@@ -287,9 +291,15 @@ def rotary_options(rope: Mapping[str, Any]) -> dict[str, Any]:
     unknown = sorted(rope.keys() - {*TABLE["keys_of_every_rope"]} - SCALINGS[kind].keys())
     if unknown:
         raise UserError(f"rope_parameters.{unknown[0]}: {rope[unknown[0]]!r} is not offered")
-    options: dict[str, Any] = {"base": rope[BASE], "rotary_pct": rope.get(SHARE, 1.0)}
-    if kind != "default":
+    share = 1.0 if SHARE in SCALINGS[kind] else rope.get(SHARE, 1.0)
+    options: dict[str, Any] = {"base": rope[BASE], "rotary_pct": share}
+    if kind == PROPORTIONAL and rope.get("factor", 1) != 1:
+        options["scaling"] = "linear"
+    elif kind not in ("default", PROPORTIONAL):
         options["scaling"] = kind
+    if "long_factor" in rope:
+        original = rope["original_max_position_embeddings"]
+        options["factor"] = max(1.0, theirs["max_position_embeddings"] / original)
     for key, option in SCALINGS[kind].items():
         if rope.get(key) is not None:
             options[option] = rope[key]

@@ -275,9 +275,8 @@ class Interpolation(Stretched):
 class Ntk(Stretched):
     """Rotary with base · factor^(dim / (dim - 2)), dim the features that turn: NTK-aware scaling.
 
-    At one length, Hugging Face's `dynamic` equals it with factor = length / seq_length. As an
-    encoding `dynamic` would let early tokens depend on the length of the text, and cached keys
-    would be wrong: `evaluate.py --method dynamic_ntk` has a form without these faults.
+    Hugging Face's `dynamic` is rotary with {scaling: dynamic, factor: …}: early tokens depend on
+    the length of the text. `evaluate.py --method dynamic_ntk` has a form without this fault.
     """
 
     joined_as = {"scaling": "ntk"}
@@ -288,6 +287,32 @@ class Ntk(Stretched):
                 f"scaling: ntk stretches nothing with {self.dim} turning features; give at least 4"
             )
         return super().frequencies(base * self.factor ** (self.dim / (self.dim - 2)))
+
+
+class Dynamic(Ntk):
+    """Ntk by (factor · length / original_length - factor + 1) in texts beyond original_length.
+
+    Hugging Face's `dynamic`. Its length is that of the text that is computed, while transformers
+    keeps the longest one since a text below original_length. No cached text grows beyond it.
+    """
+
+    movable = False  # the frequencies of training depend on the length of the text
+
+    def __init__(self, shape: Shape, *, factor: float, **rotary: Any) -> None:
+        self.growth = positive("factor", factor, least=1)
+        super().__init__(shape, factor=1.0, **rotary)
+
+    def prepare(self, length: int) -> None:
+        self.factor = self.growth * max(length / self.length, 1) - self.growth + 1
+        self.inv_freq = self.turning(self.frequencies(self.base)).to(self.inv_freq)
+
+    def check_cached(self, before: int, length: int) -> None:
+        if length > self.length:
+            raise UserError(
+                f"pos_emb: scaling: dynamic has other frequencies at each length beyond"
+                f" {self.length:g} tokens, so cached keys of a shorter text cannot be used; compute"
+                " the text without a cache"
+            )
 
 
 class Partly(Stretched):
@@ -444,6 +469,7 @@ SCALINGS: dict[str, type[Rotary]] = {
     "none": Rotary,
     "linear": Interpolation,
     "ntk": Ntk,
+    "dynamic": Dynamic,
     "by_parts": ByParts,
     "yarn": Yarn,
     "llama3": Llama3,

@@ -28,7 +28,7 @@ from megatron.interop.importing import (
     import_checkpoint,
     import_if_foreign,
 )
-from megatron.model import Architecture, padded_vocab
+from megatron.model import Architecture, Cache, padded_vocab
 from tests.interop.models import (
     CASES,
     MODELS,
@@ -87,6 +87,34 @@ def test_logits_and_gradients_are_those_of_hugging_face(case, folder):
         expected_gradient = expected_gradients[name] - constants[name]
         difference = (parameter.grad - expected_gradient).abs().max()
         assert difference <= 1e-4 * expected_gradient.abs().max(), name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "case", ["dynamic", "longrope", "longrope, more", "proportional", "pythia proportional"]
+)
+def test_frequencies_by_length_are_those_of_transformers_at_every_length(case, folder):
+    case = case if case in MODELS else f"llama {case}"
+    ours, _ = open_model(folder(case))
+    texts = [random_ids(length, texts=1) for length in (40, 64, 65, 320, 321, 700)]
+    for ids in texts:
+        expected = of_theirs(case)(ids).logits  # each of a new model: dynamic keeps the longest
+        largest = float(expected.abs().max())  # 2.6 to 3.1
+        torch.testing.assert_close(ours(ids), expected, rtol=0, atol=2e-6 * largest)
+    stretched = case == "llama dynamic"
+    theirs = of_theirs(case)
+    theirs(texts[-1])
+    after_longer = (theirs(texts[-2]).logits - ours(texts[-2])).abs().max()
+    assert (after_longer > 1e-3) == stretched
+
+
+def test_dynamic_refuses_keys_that_were_cached_with_other_frequencies(folder):
+    ours, _ = open_model(folder("llama dynamic"))
+    cache = Cache()
+    ours(random_ids(319), cache=cache)
+    ours(random_ids(1), cache=cache)
+    with pytest.raises(UserError, match="at each length beyond 320 tokens, so cached keys"):
+        ours(random_ids(1), cache=cache)
 
 
 @torch.no_grad()
@@ -262,6 +290,9 @@ def test_a_relative_of_rotary_is_written_as_its_earlier_spelling():
     shape = ["num_layers=1", "hidden_size=32", "num_attention_heads=4", "seq_length=64"]
     shape += ["norm=rmsnorm", "activation=swiglu"]
     rope = FAMILIES["LlamaForCausalLM"]
+    p_rope = load([], [*shape, "pos_emb=p_rope", "pos_emb_args={fraction: 0.5}"])
+    theirs = rope.config_of(p_rope, VOCAB)["rope_parameters"]
+    assert (theirs["rope_type"], theirs["partial_rotary_factor"]) == ("proportional", 0.5)
     for name, scaling in (("pi", "linear"), ("yarn", "yarn"), ("llama3", "llama3")):
         short = load([], [*shape, f"pos_emb={name}", "pos_emb_args={factor: 4, base: 500}"])
         long = f"pos_emb_args={{scaling: {scaling}, factor: 4, base: 500}}"
