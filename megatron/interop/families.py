@@ -6,6 +6,7 @@ describe one of ours as theirs. transformers itself fills in what a config.json 
 
 import inspect
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import yaml
 from torch import Tensor
 
@@ -27,6 +29,7 @@ from megatron.positions.layers import ATTENTION, entries_of
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 BASE, SHARE = "rope_theta", "partial_rotary_factor"
 PROPORTIONAL = "proportional"  # a rope_type
+ROOT_OF_WIDTH = "sqrt(hidden_size)"
 TRAINING_ALONE = (
     "seq_length",
     "hidden_dropout",
@@ -59,6 +62,8 @@ class Family:
     unused: Sequence[str] = ()
     delta_modules: Mapping[str, Sequence[str]] = field(default_factory=dict)
     whole: str = ""
+    inside: str = ""
+    beside: Sequence[str] = ()
     names: Sequence[str] = ()
     section: str = ""
     absent: Mapping[str, Any] = field(default_factory=dict)
@@ -67,13 +72,17 @@ class Family:
     position_args: Mapping[str, Any] = field(default_factory=dict)
     computed: Mapping[str, Any] = field(default_factory=dict)
     ends: bool = False
+    dimensions: str = ""
+    still: str = ""
+    rope_by_kind: bool = False
 
     @property
     def known_keys(self) -> set[str]:
         """Keys of config.json that this family reads, those of its section as `flat` has them."""
         keys = {*self.keys, *self.only, *self.layered, *self.unused, *self.position_keys}
-        keys.add("vocab_size")
-        return keys | {*TABLE["rope_keys"]} if self.turns else keys
+        if self.dimensions:
+            return keys | {"vocab_size", self.dimensions}
+        return keys | {"vocab_size", *(TABLE["rope_keys"] if self.turns else ())}
 
     @property
     def turns(self) -> bool:
@@ -153,6 +162,8 @@ class Family:
                     )
                 value = self.values[key][value]
             settings |= dict.fromkeys(ours, value)
+        if settings.get("embedding_scale") == ROOT_OF_WIDTH:
+            settings["embedding_scale"] = math.sqrt(settings["hidden_size"])
 
         # Layers may have a window, or not; or a state in the place of attention.
         window = theirs.get("sliding_window") if theirs.get("use_sliding_window", True) else None
@@ -172,16 +183,29 @@ class Family:
         arguments |= self.position_args
         if not self.turns:
             return settings | {"pos_emb": self.positions, "pos_emb_args": arguments}
-        arguments |= rotary_options(theirs)
-        if arguments["rotary_pct"] != 1 and self.positions == "whole":
-            raise UserError(
-                f"{SHARE}: {arguments['rotary_pct']} is not what {self.architecture} computes; it"
-                " turns all features"
-            )
+        rope = theirs.get("rope_parameters") or {"rope_type": "default", BASE: 10000.0}
+        if self.dimensions:
+            features = settings["hidden_size"] // settings["num_attention_heads"]
+            rope = {**rope, SHARE: theirs[self.dimensions] / features}
+        of_kind = {}
+        for kind in {*kinds}:
+            completed = {**theirs, "rope_parameters": rope.get(kind, rope)}
+            of_kind[kind] = arguments | rotary_options(completed)
+        for options in of_kind.values():
+            if options["rotary_pct"] != 1 and self.positions == "whole":
+                raise UserError(
+                    f"{SHARE}: {options['rotary_pct']} is not what {self.architecture} computes;"
+                    " it turns all features"
+                )
         turning = theirs.get("no_rope_layers") or [1]  # 1 for a layer that turns
-        if all(turning):
-            return settings | {"pos_emb": "rotary", "pos_emb_args": arguments}
-        layers = [{"rotary": arguments} if turns else "none" for turns in turning]
+        layers: list[Any] = []
+        for layer in range(max(len(kinds), len(turning))):
+            kind = kinds[layer % len(kinds)]
+            turns = turning[layer % len(turning)] and kind != self.still
+            if kind != LINEAR:
+                layers.append({"rotary": of_kind[kind]} if turns else "none")
+        if all(layer == layers[0] != "none" for layer in layers):
+            return settings | {"pos_emb": "rotary", "pos_emb_args": of_kind[kinds[0]]}
         return settings | one_or_pattern("pos_emb", "pos_emb_layers", layers)
 
     def configuration(self, config: Mapping[str, Any]) -> Config:
@@ -193,9 +217,12 @@ class Family:
             _, *faults = str(fault).split("\n  ")
         # These are the user's keys: a message about ours would name no place in the file.
         theirs = TABLE["keys_by_ours"] | {ours: key for key, (ours, *_) in self.keys.items()}
+        place = "rope_parameters."
+        if self.dimensions:
+            place, theirs["rotary_pct"] = "", self.dimensions
         named = []
         for line in faults:
-            text = OF_ROTARY.sub("rope_parameters.", line)
+            text = OF_ROTARY.sub(place, line)
             named.append(KEY_IN_FAULT.sub(lambda key: theirs.get(key[0], key[0]), text))
         raise UserError("; ".join(named))
 
@@ -234,24 +261,22 @@ class Family:
             "no_rope_layers": turning,
         }
         theirs |= {key: layers[key] for key in self.layered if key in layers}
-        [options] = ours["pos_emb"][turning.index(1) if any(turning) else 0].values()
+        of_layers = [next(iter(entry.values())) for entry in ours["pos_emb"]]
+        options = of_layers[turning.index(1) if any(turning) else 0]
         theirs |= {key: options.get(option) for key, option in self.position_keys.items()}
         for key, (name, *_) in self.keys.items():
             if name == "seq_length" and "max_positions" in options:
                 theirs[key] = options["max_positions"]
-        if self.turns:
-            kind = options.get("scaling", "none")
-            if options.get("fraction", 1.0) != 1:
-                kind = PROPORTIONAL
-            rope = {
-                "rope_type": "default" if kind == "none" else kind,
-                BASE: options.get("base", 10000.0),
-                SHARE: options.get("rotary_pct", 1.0),
-            }
-            for key, option in SCALINGS.get(kind, {}).items():
-                if options[option] is not None:
-                    rope[key] = options[option]
-            theirs["rope_parameters"] = rope
+        if self.dimensions:
+            features = ours["head_dim"] * options.get("rotary_pct", 1.0)
+            theirs[self.dimensions] = round(features)
+        elif self.rope_by_kind:
+            theirs["rope_parameters"] = {}
+            for kind in (FULL, SLIDING):
+                layer = kinds.index(kind) if kind in kinds else 0
+                theirs["rope_parameters"][kind] = rope_of(of_layers[layer])
+        elif self.turns:
+            theirs["rope_parameters"] = rope_of(options)
         theirs = self.typed(theirs)
 
         try:
@@ -304,6 +329,22 @@ def rotary_options(theirs: Mapping[str, Any]) -> dict[str, Any]:
         if rope.get(key) is not None:
             options[option] = rope[key]
     return options
+
+
+def rope_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """rope_parameters from all options of `rotary`; those of another encoding give the default."""
+    kind = options.get("scaling", "none")
+    if options.get("fraction", 1.0) != 1:
+        kind = PROPORTIONAL
+    rope = {
+        "rope_type": "default" if kind == "none" else kind,
+        BASE: options.get("base", 10000.0),
+        SHARE: options.get("rotary_pct", 1.0),
+    }
+    for key, option in SCALINGS.get(kind, {}).items():
+        if options[option] is not None:
+            rope[key] = options[option]
+    return rope
 
 
 def one_or_pattern(key: str, pattern_key: str, layers: Sequence[Any]) -> dict[str, Any]:
@@ -398,6 +439,11 @@ FORMS = {
     ),
     "above_one": MatrixForm(lambda parts, _: parts[0] + 1, lambda tensor, _: [tensor - 1]),
     "heads": MatrixForm(fused, parted),
+    # OPT's table has two rows before position 0, which no text reads.
+    "after_two": MatrixForm(
+        lambda parts, _: parts[0][2:],
+        lambda tensor, _: [F.pad(tensor, (0, 0, 2, 0))],
+    ),
     "rows_of_heads": MatrixForm(
         lambda parts, model: fused(parts[0].chunk(3), model),
         lambda tensor, model: [torch.cat(parted(tensor, model))],

@@ -1,6 +1,7 @@
 """Open a folder of Hugging Face's, or a GGUF file, by transformers. Nothing in it is run."""
 
 import logging
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,7 @@ def load_class(folder: Path, family: Family, settings: dict[str, Any]) -> tuple[
                 attn_implementation="eager",  # config.json may ask for one that is not installed
                 ignore_mismatched_sizes=True,  # they are in the report
                 output_loading_info=True,
+                key_mapping={f"^{re.escape(family.inside)}": ""} if family.inside else None,
                 **option,
             )
     except UserError:
@@ -107,7 +109,8 @@ def load_class(folder: Path, family: Family, settings: dict[str, Any]) -> tuple[
         ) from None
     faults = [f"{name} missing" for name in report["missing_keys"]]
     for name in report["unexpected_keys"]:
-        if not name.endswith(".masked_bias"):  # a fixed tensor of old files
+        is_old = name.endswith(".masked_bias")  # a fixed tensor of old files
+        if not is_old and not name.startswith(tuple(family.beside)):
             faults.append(f"{name} left over")
     for name, shape, expected in report["mismatched_keys"]:
         faults.append(f"{name} {list(shape)}, not {list(expected)}")
