@@ -23,12 +23,13 @@ from megatron.positions import REGISTRY
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED = {
+    "attn_temperature": {"floor_scale": 8},
     "mep": {"kernels": ["exp", "kerple_log"]},
     "fire": {"mlp_layers": [4]},
     "sum": {"parts": ["rotary", "kerple_log"]},
     **{name: {"factor": 4} for name in ("pi", "ntk", "by_parts", "yarn", "llama3")},
     "longrope": {"factor": 4, "long_factor": 4},
-}  # without a default, or for speed
+}  # without a default, for speed, or for an effect on short texts
 LAUNCHED = (*PLACE, *MEETING_PLACE, *INTERFACES)
 """What a launcher says in the environment, and connect() after it."""
 

@@ -9,8 +9,11 @@ are near, which far keys are visible, and where far queries and keys stand.
 | rerope (Su, kexue.fm/archives/9708) | all | w |
 | leaky_rerope (the same) | all | w + (i - j - w) / factor |
 | self_extend (arXiv 2401.01325) | all | floor(i / group) - floor(j / group) + w - w / group |
+| string (arXiv 2410.18745) | all | i - j - w + local |
 | lm_infinite (arXiv 2308.16137) | the first `sinks` of the text | limit |
 | sinks with a window (StreamingLLM, arXiv 2309.17453) | the first `sinks` | of places in a cache |
+
+`dual_chunk` has three versions of a score, by the chunks of both tokens: see `by_chunks`.
 
 `dynamic_ntk` changes the base of a rotary encoding for later queries: it is that of dynamic NTK for
 their number of keys n, rounded up to whole steps. The base is base · (factor · n / seq_length -
@@ -18,8 +21,8 @@ factor + 1)^(dim / (dim - 2)) beyond seq_length; all keys are turned by it too. 
 every query the base of the whole text, so that a longer text changes what came before. Here the
 last query of a step has what they give it.
 
-`pi`, `ntk`, `yarn` and `longrope` are the scalings of `rotary` (positions/frequencies.py), on a
-model that was trained without: tokens stay where they are, and frequencies change.
+`pi`, `ntk`, `yarn`, `longrope` and `clipped_rope` are relatives of `rotary` (positions/rotary.py),
+on a model that was trained without: tokens stay where they are, and frequencies change.
 """
 
 import math
@@ -43,8 +46,8 @@ from megatron.model.settings import AttentionSettings
 from megatron.positions import REGISTRY, Position
 
 MOST = 2**24  # tokens: beyond, positions are not exact in float32
-LEAST = {"window": 1, "factor": 1, "group": 2, "sinks": 1, "limit": 1, "step": 1}
-"""The least value of each option."""
+LEAST = {"group": 2, "attention_factor": 0.01}
+"""The least value of an option, where it is not 1."""
 
 
 class MethodKind(NamedTuple):
@@ -53,7 +56,7 @@ class MethodKind(NamedTuple):
     defaults: of options that need not be given, by the training's length and what is given
     needs: the attribute that the encoding of at least one layer must have; None: nothing
     between: far distances may lie between whole numbers, where tables have no value
-    scaling: of `rotary`, which the encoding gets; None: tokens move instead
+    scaling: of `rotary`, which the encoding gets with these options; None: tokens move instead
     """
 
     options: dict[str, type]
@@ -74,6 +77,23 @@ METHODS = {
     "rerope": MethodKind({"window": int}, half),
     "leaky_rerope": MethodKind({"window": int, "factor": float}, half, between=True),
     "self_extend": MethodKind({"window": int, "group": int}, half, between=True),
+    "dual_chunk": MethodKind(
+        {"chunk": int, "limit": int, "attention_factor": float},
+        # Those of the authors' code.
+        lambda length, chosen_options: {
+            "chunk": length * 3 // 4 - length // 8,
+            "limit": length * 3 // 4,
+            "attention_factor": 1.0,
+        },
+    ),
+    "string": MethodKind(
+        {"window": int, "local": int, "attention_factor": float},
+        lambda length, chosen_options: {
+            "window": length // 3,
+            "local": min(128, chosen_options.get("window", length // 3)),
+            "attention_factor": 1.0,
+        },
+    ),
     "lm_infinite": MethodKind(
         {"window": int, "sinks": int, "limit": int},
         lambda length, chosen_options: {
@@ -93,6 +113,7 @@ METHODS = {
     "longrope": MethodKind(
         {"factor": float, "factors": str}, needs="stretches", scaling="longrope"
     ),
+    "clipped_rope": MethodKind({"clipped": int}, needs="stretches", scaling="none"),
 }
 """All that `--method` may name."""
 SINKS = MethodKind({"window": int, "sinks": int}, needs=None)
@@ -118,9 +139,9 @@ class Method:
         return METHODS.get(self.name, SINKS)
 
     @property
-    def two_versions(self) -> bool:
-        """Whether near and far keys have scores of their own."""
-        return "window" in self.options
+    def near_keys(self) -> int | None:
+        """How many keys may stand as they were trained; None: near and far keys are alike."""
+        return self.options.get("window", self.options.get("chunk"))
 
     @property
     def text(self) -> str:
@@ -133,8 +154,9 @@ class Method:
         """What it changes of the encoding's `Scaling`; {}: nothing, tokens move."""
         if self.kind.scaling is None:
             return {}
-        scaling = {"name": self.kind.scaling, "factor": self.options["factor"]}
-        return scaling | FACTORS.get(self.options.get("factors", ""), {})
+        options = dict(self.options)
+        factors = FACTORS.get(options.pop("factors", ""), {})
+        return {"name": self.kind.scaling, **options, **factors}
 
     def far(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Positions of queries for far keys, and of these for them: [queries], [keys] -> same."""
@@ -145,6 +167,8 @@ class Method:
         if group is not None:
             # A true division: the shift is no whole number where group does not divide window.
             return query // group + window - window / group, key // group
+        if "local" in self.options:
+            return query - window + self.options["local"], key
         if self.name == "sinks":
             return query.clamp(max=self.options["sinks"] + window - 1), key
         limit = self.options.get("limit", window)
@@ -153,7 +177,7 @@ class Method:
     @property
     def backend(self) -> str | None:
         """What computes attention in place of the model's backend, or None."""
-        return "near_far" if self.two_versions else None
+        return None if self.near_keys is None else "near_far"
 
     def visible(self, window: int | None) -> tuple[int | None, int | None]:
         """The window of a layer's queries, and the first keys that they see beside it."""
@@ -173,7 +197,7 @@ class Method:
         """Whether it changes anything of a layer with this encoding."""
         if self.kind.needs is None or position.rotates:
             return True
-        return self.two_versions and has_table(position)
+        return self.near_keys is not None and has_table(position)
 
     def obstacle(self, position: Position) -> str | None:
         """The reason why tokens of this encoding cannot stand at other positions, or None."""
@@ -240,8 +264,13 @@ def method_of(text: str, train_length: int) -> Method:
             raise UserError(f"--method {name}: give {key}= too; it has no default")
         if key == "factors":  # a name of numbers
             continue
-        least = options.get("window", 1) if key == "limit" else LEAST[key]
-        most = train_length if key == "window" else MOST
+        least, most = LEAST.get(key, 1), MOST
+        if key == "limit":
+            least = options.get("window", options.get("chunk"))
+        if key in ("window", "chunk"):
+            most = train_length
+        if key == "local":
+            most = options["window"]
         if not least <= options[key] <= most:
             value = options[key]
             raise UserError(f"--method {name}: {key}={value} is not within {least} … {most}")
@@ -329,13 +358,14 @@ def faults_of(
 
     is_named = attention.method is not None
     where = f"--method {method.text}" if is_named else f"--sinks {sinks}"
-    if method.two_versions and attention.blockwise:
+    near_keys = method.near_keys
+    if near_keys is not None and attention.blockwise:
         yield f"{where}: has no meaning beside blockwise: true"
-    if method.two_versions and is_named and clip is not None:
+    if near_keys is not None and is_named and clip is not None:
         yield f"{where}: excludes --clip-distance {clip}, since it clips itself"
-    if method.two_versions and is_named and lengths:
+    if near_keys is not None and is_named and lengths:
         window = min(lengths)
-        if "sinks" in method.options or window <= method.options["window"]:
+        if method.name in ("lm_infinite", "dual_chunk") or window <= near_keys:
             yield f"{where}: window {window} hides what it is for; give --window none"
     needs = method.kind.needs
     if needs is not None and not any(getattr(position, needs) for position in positions):
@@ -387,7 +417,15 @@ def attention_by_method(method: Method, text: Text) -> Tensor:
     start, end = text.start, text.k.shape[2]
     key = torch.arange(end, device=text.k.device)
     values = for_each_query_head(text.v, text.q.shape[1] // text.v.shape[1])
-    if method.two_versions:
+    factor = method.options.get("attention_factor", 1.0)
+    if factor != 1:
+        scale = text.position.origin.new_full((1, end - start), factor**2)
+        if text.query_scale is not None:
+            scale = scale * text.query_scale
+        text = replace(text, query_scale=scale)
+    if "chunk" in method.options:
+        return by_chunks(method, text, values)
+    if method.near_keys is not None:
         query, rows = key[start:], slice(0, end - start)
         far = method.far(query, key)
         sinks = method.options.get("sinks")
@@ -407,6 +445,53 @@ def attention_by_method(method: Method, text: Text) -> Tensor:
         q, k = text.turned(rows, key[first:stop], key[keys], stretch)
         outputs.append(attend(q, k, values[:, :, keys], text.terms.part(rows, keys)))
     return torch.cat(outputs, dim=2)
+
+
+def by_chunks(method: Method, text: Text, v: Tensor) -> Tensor:
+    """Dual chunk attention (arXiv 2402.17463): [batch, heads, queries, features].
+
+    Key j stands at j mod chunk. Query i stands at i mod chunk for keys of its own chunk, at
+    min(i mod chunk + chunk, limit) for keys of the chunk before, and at min(2 chunk - 1, limit) for
+    all earlier ones. v [batch, heads, keys, features]; scores are float32 or wider.
+    """
+    chunk, limit, terms = method.options["chunk"], method.options["limit"], text.terms
+    (batch, heads, end), start = v.shape[:3], text.start
+    wide_v = v.to(torch.promote_types(v.dtype, torch.float32))
+    index = torch.arange(end, device=v.device)
+    place = index % chunk
+    wide_k = text.turned(slice(0, 0), place[:0], place)[1].to(wide_v.dtype)
+    outputs = []
+    most = max(1, min(BLOCK, MOST_SCORES // (batch * heads * end)))
+    first = start
+    while first < end:
+        own_chunk = first - first % chunk
+        stop = min(first + most, own_chunk + chunk, end)
+        rows, keys = slice(first - start, stop - start), slice(0, stop)
+        own_place = place[first:stop]
+        products, distances = [], []
+        for query_place, part in (
+            (
+                torch.full_like(own_place, min(2 * chunk - 1, limit)),
+                slice(0, max(0, own_chunk - chunk)),
+            ),
+            ((own_place + chunk).clamp(max=limit), slice(max(0, own_chunk - chunk), own_chunk)),
+            (own_place, slice(own_chunk, stop)),
+        ):
+            q, _ = text.turned(rows, query_place, place[:0])
+            products.append(q.to(wide_k.dtype) @ wide_k[:, :, part].mT / math.sqrt(q.shape[-1]))
+            distances.append(query_place[:, None] - place[part])
+        scores = all_scores(
+            q,
+            wide_k[:, :, keys],
+            terms.part(rows, keys),
+            query=index[first:stop],
+            distance=torch.cat(distances, dim=1).clamp(min=0),
+            products=torch.cat(products, dim=-1),
+        )
+        out, lse = attended(scores, wide_v[:, :, keys], terms.sink is not None)
+        outputs.append(out if lse is None else with_sink(out, lse, terms.sink))
+        first = stop
+    return torch.cat(outputs, dim=2).to(v.dtype)
 
 
 def near_far(

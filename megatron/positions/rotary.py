@@ -15,16 +15,16 @@ from torch import Tensor
 from megatron.errors import UserError
 from megatron.positions.base import Pair, Shape, Turning
 from megatron.positions.frequencies import LEAST_BASE, inverse_frequencies
-from megatron.positions.registry import chosen, listed, options_of, positive, register
+from megatron.positions.registry import chosen, listed, options_of, positive, register, whole
 
 
 @register("rotary", aliases=("rope",))
 class Rotary(Turning):
     """Rotate queries and keys by position · base^(-2j/dim), so that q·k depends on distance alone.
 
-    p_rope, resonance, pi, ntk, by_parts, yarn, llama3 and longrope change its frequencies. Several
-    act together in the earlier spelling, which rope_pp reads too: {fraction: 0.75, resonance: true,
-    scaling: yarn, factor: 4}, where `scaling: linear` is pi.
+    p_rope, clipped_rope, resonance, pi, ntk, by_parts, yarn, llama3 and longrope change its
+    frequencies. Several act together in the earlier spelling, which rope_pp reads too: {fraction:
+    0.75, resonance: true, scaling: yarn, factor: 4}, where `scaling: linear` is pi.
 
     rotary_pct: fraction of head_dim that turns; base: slowest wavelength / 2π
     interleaved: whether feature 2j turns with 2j + 1 (GPT-J), and not j with j + dim/2 (GPT-NeoX)
@@ -36,6 +36,7 @@ class Rotary(Turning):
     reference_names = {"inv_freq": "inv_freq"}
     earlier: ClassVar[dict[str, Any]] = {
         "fraction": 1.0,
+        "clipped": 0,
         "resonance": False,
         "scaling": "none",
         "factor": 1.0,
@@ -172,6 +173,8 @@ class Rotary(Turning):
             relatives.insert(0, Resonance)
         if "fraction" in rest:
             relatives.insert(0, PRope)
+        if "clipped" in rest:
+            relatives.insert(0, ClippedRope)
         kinds = [relative for relative in relatives if not issubclass(cls, relative)]
         if cls is not Rotary or not kinds:
             kinds.insert(0, cls)
@@ -216,6 +219,35 @@ class PRope(Relative):
         fraction = positive("fraction", self.fraction, least=2 / self.dim, most=1)
         turns = torch.arange(len(frequencies)) < math.floor(fraction * len(frequencies))
         return torch.where(turns, super().turning(frequencies), 0.0)
+
+
+@register("clipped_rope")
+class ClippedRope(Relative):
+    """Rotary whose slowest frequencies fade to 0 by half a cosine (CoPE, arXiv 2602.05258).
+
+    The frequencies of the last `clipped` pairs are multiplied by (1 + cos(π m / (clipped - 1))) / 2
+    with m = 0, 1, … clipped - 1, after any scaling: the last pair carries content without
+    positions. The authors' code clips 20 of 64 pairs.
+
+    clipped: how many pairs; null for those that turn less than once within seq_length
+    """
+
+    joined_as = {}
+
+    def __init__(self, shape: Shape, *, clipped: int | None = None, **rotary: Any) -> None:
+        self.clipped = clipped
+        super().__init__(shape, **rotary)
+
+    def turning(self, frequencies: Tensor) -> Tensor:
+        if self.clipped is None:
+            turns = inverse_frequencies(self.dim, self.base) * self.shape.train_length / math.tau
+            clipped = int((turns < 1).sum())
+        else:
+            clipped = whole("clipped", self.clipped, most=len(frequencies))
+        angle = torch.arange(clipped, dtype=torch.float64) * math.pi / max(1, clipped - 1)
+        factors = torch.ones_like(frequencies)
+        factors[len(frequencies) - clipped :] = (1 + angle.cos()) / 2
+        return super().turning(frequencies * factors)
 
 
 @register("resonance")

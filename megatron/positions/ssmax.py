@@ -1,12 +1,12 @@
-"""Scalable softmax: scores grow with the logarithm of the number of keys (arXiv 2501.19399)."""
+"""Scores that grow with the number of keys: scalable softmax (arXiv 2501.19399) and Llama 4."""
 
 import math
 
 import torch
 from torch import Tensor, nn
 
-from megatron.positions.base import Position, Shape
-from megatron.positions.registry import positive, register
+from megatron.positions.base import EXACT, Position, Shape
+from megatron.positions.registry import positive, register, whole
 
 
 @register("ssmax")
@@ -52,3 +52,28 @@ class SSMax(Position):
         if self.offset is not None:
             factor = factor + self.bounded("offset")[:, None]
         return factor
+
+
+@register("attn_temperature")
+class AttentionTemperature(Position):
+    """Scores times 1 + attn_scale · ln(1 + floor(n / floor_scale)) for n visible keys (Llama 4).
+
+    Llama 4 has it in its layers without positions (`attn_temperature_tuning`), which are what it is
+    alone; `sum` joins it to an encoding. Keys that a window, blocks or documents hide do not count.
+
+    floor_scale: tokens of a step, before which nothing changes
+    attn_scale: how fast the factor grows
+    """
+
+    by_distance = False
+
+    def __init__(self, shape: Shape, *, floor_scale: int = 8192, attn_scale: float = 0.1) -> None:
+        super().__init__(shape)
+        self.floor_scale = whole("floor_scale", floor_scale, most=EXACT)
+        self.attn_scale = positive("attn_scale", attn_scale)
+
+    def score_scale(self, visible_keys: Tensor) -> Tensor:
+        """[queries] int64, or with a batch before it -> […, 1, queries] float32."""
+        steps = visible_keys // self.floor_scale
+        factor = 1 + self.attn_scale * steps.to(self.origin.dtype).log1p()
+        return factor[..., None, :]

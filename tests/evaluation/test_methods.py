@@ -4,9 +4,12 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from megatron.attention.scope import BLOCK
 from megatron.attention.terms import Content, Terms
 from megatron.errors import UserError
 from megatron.evaluation import methods
@@ -33,20 +36,23 @@ VARIANTS = {
     "rerope": {"method": "rerope"},
     "leaky_rerope": {"method": "leaky_rerope,window=20,factor=4"},
     "self_extend": {"method": "self_extend,window=20,group=3"},
+    "dual_chunk": {"method": "dual_chunk,chunk=20,limit=25"},
+    "string": {"method": "string,window=20,local=5"},
     "lm_infinite": {"method": "lm_infinite,sinks=3,window=20"},
     "dynamic_ntk": {"method": "dynamic_ntk,step=20"},
     "yarn": {"method": "yarn,factor=4"},
+    "clipped_rope": {"method": "clipped_rope,clipped=3"},
 }
-NEAR = {"dynamic_ntk": 48, "yarn": 1}
+NEAR = {"dynamic_ntk": 48, "yarn": 1, "clipped_rope": 1}
 """Up to which token a text is read as without the method."""
-MOVING = ("leaky_rerope", "rerope", "self_extend")
+MOVING = ("leaky_rerope", "rerope", "self_extend", "dual_chunk", "string")
 # What encodings can be read with. Of a name that is not here both answers are right.
 TABLES = {
     *("alibi", "bam", "gaussian", "kerple_bias_2para", "kerple_bias_3para", "kerple_bias_wht"),
     *("kerple_log", "kerple_log_3para", "kerple_power", "kerple_wht_1para", "kerple_wht_2para"),
     *("mep", "mep_free", "mep_param", "mep_param_t5", "sandwich", "scaled_distance", "t5", "tanh"),
 }
-NO_POSITIONS = {"none", "cable", "fox", "selective_rope", "carope", "ssmax"}
+NO_POSITIONS = {"none", "cable", "fox", "selective_rope", "carope", "ssmax", "attn_temperature"}
 REFUSE_ALL = {
     *("cope", "dape", "dape_v2", "fire", "fope", "grape_a", "grape_ap", "learned", "path"),
     *("path_fox", "sinusoidal"),
@@ -63,7 +69,7 @@ ACCEPTED = {
     "pope": {"sinks", "lm_infinite", *MOVING},
     "grape_m": {"sinks", "lm_infinite", *MOVING},
     # Its parts here are rotary and kerple_log, and a table has no value between distances.
-    "sum": {"sinks", "lm_infinite", "clip_distance", *NEAR, "rerope"},
+    "sum": {"sinks", "lm_infinite", "clip_distance", *NEAR, "rerope", "dual_chunk", "string"},
 }
 # With first values that leave keys 20 tokens back no weight, or a score of 0.
 FORGETTING = {"fox", "kerple_bias_2para", "kerple_wht_1para"}
@@ -191,6 +197,18 @@ REFUSED = (
         ["rotary cannot be read so: long_factor: 2 numbers are given; give 4 numbers, one for"],
     ),
     ({"method": "leaky_rerope,factor=nan"}, ["factor=nan is not within 1 … 16777216"]),
+    ({"method": "dual_chunk,chunk=20,limit=19"}, ["limit=19 is not within 20 … 16777216"]),
+    ({"method": "string,window=9,local=10"}, ["local=10 is not within 1 … 9"]),
+    ({"method": "string,attention_factor=0"}, ["attention_factor=0.0 is not within 0.01 …"]),
+    (
+        {"method": "dual_chunk", "window": 47},
+        ["chunk=30,limit=36,attention_factor=1: window 47 hides what it is for; give --window"],
+    ),
+    ({"method": "clipped_rope"}, ["--method clipped_rope: give clipped= too"]),
+    (
+        {"method": "clipped_rope,clipped=5"},
+        ["rotary cannot be read so: clipped: 5 is not between 1 and 4"],
+    ),
     ({"method": "lm_infinite,sinks=0,limit=3"}, ["sinks=0 is not within 1"]),
     (
         {"method": "rerope", "window": 24, "sinks": 2, "clip_distance": 3, "blockwise": True},
@@ -225,6 +243,10 @@ def test_a_method_names_all_of_its_options():
         ("rerope", "rerope,window=256"),
         ("leaky_rerope,factor=1.5,window=7", "leaky_rerope,window=7,factor=1.5"),
         ("self_extend,group=2", "self_extend,window=256,group=2"),
+        ("dual_chunk", "dual_chunk,chunk=320,limit=384,attention_factor=1"),
+        ("string", "string,window=170,local=128,attention_factor=1"),
+        ("string,window=64", "string,window=64,local=64,attention_factor=1"),
+        ("clipped_rope,clipped=5", "clipped_rope,clipped=5"),
         ("lm_infinite,sinks=4", "lm_infinite,window=512,sinks=4,limit=512"),
         ("dynamic_ntk", "dynamic_ntk,factor=1,step=512"),
         ("yarn,factor=4.0", "yarn,factor=4"),
@@ -295,3 +317,90 @@ def test_near_and_far_keys_in_blocks_give_the_formula(monkeypatch, dtype):
         expected = by_definition(*double, v.double(), terms, **options)
         assert result.dtype == dtype
         torch.testing.assert_close(result.double(), expected, **tolerance)
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most elements that any tensor has."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.elements = max(self.elements, leaf.numel())
+        return out
+
+
+@pytest.mark.parametrize("method", ["dual_chunk", "string", "rerope"])
+def test_no_tensor_holds_the_scores_of_more_than_a_block_of_queries(method):
+    q, k, v = torch.randn(3, 1, 2, 2048, 4)
+    position = build("rotary", Shape(2, 4, 8, 1024))
+    with torch.no_grad(), LargestTensor() as largest:
+        attention_by_method(method_of(method, 1024), Text(position, q, k, v, Terms()))
+    assert BLOCK * 1024 < largest.elements <= 2 * BLOCK * 2048
+
+
+def places_of_dual_chunks(length: int, chunk: int, limit: int) -> torch.Tensor:
+    """Distances [length, length] of dual chunk attention, by the paper's sets of positions."""
+    distance = torch.zeros(length, length, dtype=torch.int64)
+    for i in range(length):
+        for j in range(i + 1):
+            chunks_between = i // chunk - j // chunk
+            if chunks_between == 0:
+                query = i % chunk
+            elif chunks_between == 1:
+                query = min(i % chunk + chunk, limit)
+            else:
+                query = min(2 * chunk - 1, limit)
+            distance[i, j] = query - j % chunk
+    return distance
+
+
+def rotated_products(q, k, distance, *, features: int) -> torch.Tensor:
+    """q·k after a turn of the first features by distance · 10000^(-2f/features), in float64."""
+    frequencies = 10000 ** (-torch.arange(0, features, 2, dtype=torch.float64) / features)
+    angle = distance[..., None] * frequencies
+    turn = torch.polar(torch.ones_like(angle), angle)  # [queries, keys, features / 2]
+    pairs = [torch.complex(*x[..., :features].chunk(2, dim=-1)) for x in (q, k)]
+    turned = torch.einsum("bhif,bhjf,ijf->bhij", pairs[0], pairs[1].conj(), turn).real
+    return turned + q[..., features:] @ k[..., features:].mT
+
+
+@pytest.mark.parametrize("method", ["dual_chunk", "string"])
+@pytest.mark.parametrize("rotary_pct", [1.0, 0.5])
+def test_positions_of_keys_follow_the_formula_of_the_paper(monkeypatch, method, rotary_pct):
+    """With grouped queries, slopes by distance, a sink and a cache, in blocks of 8 queries."""
+    monkeypatch.setattr(methods, "BLOCK", 8)
+    length, queries = 57, 33
+    q = torch.randn(2, 4, length, 8, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 2, length, 8, dtype=torch.float64)
+    parts = [{"rotary": {"rotary_pct": rotary_pct}}, "alibi"]
+    position = build("sum", Shape(4, 8, 32, 48), parts=parts).double()
+    options = {
+        "dual_chunk": "chunk=11,limit=17,attention_factor=1.2",
+        "string": "window=13,local=4,attention_factor=1.2",
+    }
+    chosen = method_of(f"{method},{options[method]}", 48)
+    sink = torch.randn(4, dtype=torch.float64)
+    terms = Terms(position.distance_bias(chosen.table_length(length)), sink=sink)
+    log_n = torch.arange(1, length + 1, dtype=torch.float64).log()[None]
+
+    index = torch.arange(length)
+    back = index[:, None] - index
+    distance = torch.where(back < 13, back, back - 13 + 4)
+    if method == "dual_chunk":
+        distance = places_of_dual_chunks(length, 11, 17)
+    wide_k, wide_v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    products = rotated_products(q, wide_k, distance, features=int(8 * rotary_pct))
+    slopes = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8], dtype=torch.float64)
+    scores = 1.2**2 * log_n[..., None] * products / math.sqrt(8)
+    scores = scores - slopes[:, None, None] * distance
+    scores = scores.masked_fill(back < 0, -math.inf)
+    column = sink[:, None, None].expand(2, 4, length, 1)
+    expected = torch.cat([scores, column], dim=-1).softmax(-1)[..., :length] @ wide_v
+
+    for rows in (length, queries, 1):
+        text = Text(position, q[:, :, -rows:], k, v, terms, log_n[:, -rows:])
+        result = attention_by_method(chosen, text)
+        torch.testing.assert_close(result, expected[:, :, -rows:], rtol=0, atol=2e-6)

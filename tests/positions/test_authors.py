@@ -168,6 +168,17 @@ def test_a_model_trained_without_scaling_gets_the_frequencies_of_the_authors(nam
         assert trained.amplitude == pytest.approx(golden.numbers["mscale"].item())
 
 
+@pytest.mark.parametrize("variant", ["llama3", "small"])
+def test_clipped_rope_has_the_frequencies_of_the_authors(variant):
+    golden = load("clipped_rope", variant)
+    shape = Shape(1, int(golden.param("head_dim")), 16, 512)
+    base, clipped = golden.param("rope_theta"), int(golden.param("clip_low_n"))
+    trained = build("rotary", shape, base=base)
+    trained.use_scaling({"name": "none", "clipped": clipped})
+    for ours in (trained, build("clipped_rope", shape, base=base, clipped=clipped)):
+        torch.testing.assert_close(ours.inv_freq, golden.numbers["inv_freq"], rtol=1e-6, atol=1e-25)
+
+
 @pytest.mark.parametrize("variant", CASES["fope"])
 def test_fope_begins_with_the_frequencies_and_mixtures_of_the_authors(variant):
     golden = load("fope", variant)

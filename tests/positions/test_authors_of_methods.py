@@ -45,6 +45,18 @@ def lm_infinite(golden: Golden, length: int) -> Method:
     return Method("lm_infinite", {"window": window, "sinks": sinks, "limit": limit})
 
 
+def dual_chunk(golden: Golden, length: int) -> Method:
+    chunk, limit = int(golden.param("chunk_len")), int(golden.param("chunk_size"))
+    options = f"chunk={chunk},limit={limit},attention_factor={golden.param('mscale')}"
+    return method_of(f"dual_chunk,{options}", TRAIN_LENGTH)
+
+
+def string(golden: Golden, length: int) -> Method:
+    window, local = int(golden.param("shifted_offset")), int(golden.param("small_local_value"))
+    options = f"window={window},local={local},attention_factor={golden.param('attention_factor')}"
+    return method_of(f"string,{options}", TRAIN_LENGTH)
+
+
 def streaming_llm(golden: Golden, length: int) -> Method:
     recent, sinks = int(golden.param("recent_size")), int(golden.param("start_size"))
     query_key = (
@@ -65,6 +77,8 @@ def training_length(golden: Golden) -> float | None:
 CASES: dict[str, tuple[Callable[[Golden, int], Method], tuple[str, ...]]] = {
     "rerope": (rerope, ("rerope", "rerope_logn", "leaky", "leaky_logn")),
     "self_extend": (self_extend, ("even", "uneven", "logn")),
+    "dual_chunk": (dual_chunk, ("plain", "local", "mscale")),
+    "string": (string, ("plain", "code")),
     "lm_infinite": (lm_infinite, ("lambda", "lambda_limit", "ceiling_only")),
     "streaming_llm": (streaming_llm, ("trim_after", "evict_before")),
 }

@@ -1,5 +1,7 @@
 """Randomized positions: what training sees, what evaluation sees, and who may be inside."""
 
+import json
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from megatron.errors import UserError
 from megatron.model import from_config
 from megatron.positions import REGISTRY, Position, Shape, build
 from tests.encodings import SAMPLE
+from tests.support import NEEDED, of_encoding
 
 SHAPE = Shape(heads=4, head_dim=8, hidden=32, train_length=64)
 EXCLUDING = (
@@ -74,16 +77,18 @@ def test_biases_are_those_of_the_drawn_distances():
 
 def test_evaluation_is_the_encoding_inside():
     for of in WITHIN:
-        heads = f"heads_per_query={REGISTRY[of].heads_per_query}"
-        gpt = model(f"pos_emb_args.of={of}", heads)
-        plain = model(f"pos_emb={of}", "max_position_embeddings=256", heads)
+        settings = of_encoding(of)
+        options = {"of": of, "args": NEEDED.get(of, {})}
+        gpt = model(settings[-1], f"pos_emb_args={json.dumps(options)}")
+        plain = model(*settings, "max_position_embeddings=256")
         weights = gpt.state_dict().items()
         plain.load_state_dict({name.replace(".inner.", "."): value for name, value in weights})
         ids = torch.randint(50, (2, 150))
         with torch.no_grad():
             trained = gpt.train()(ids[:, :64])
-            # ssmax counts tokens, and their number is not drawn
-            assert of in ("none", "ssmax") or not torch.equal(trained, plain(ids[:, :64])), of
+            # these count tokens, whose number is not drawn
+            counting = ("none", "ssmax", "attn_temperature")
+            assert of in counting or not torch.equal(trained, plain(ids[:, :64])), of
             assert torch.equal(gpt.eval()(ids), plain(ids)), of
 
 

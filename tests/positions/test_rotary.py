@@ -88,6 +88,8 @@ def test_a_relative_is_its_earlier_spelling_and_several_act_together():
     lists = {name: LONGROPE[name] for name in ("long_factor", "short_factor")}
     for name, options, earlier in (
         ("p_rope", {"fraction": 0.5}, {"fraction": 0.5}),
+        ("clipped_rope", {}, {"clipped": None}),
+        ("clipped_rope", {"clipped": 9}, {"clipped": 9}),
         ("resonance", {"base": 500}, {"resonance": True, "base": 500}),
         ("pi", stretched, {"scaling": "linear", **stretched}),
         ("ntk", stretched, {"scaling": "ntk", **stretched}),
@@ -105,6 +107,12 @@ def test_a_relative_is_its_earlier_spelling_and_several_act_together():
     both = build("rotary", SHAPE, scaling="linear", factor=4, resonance=True, fraction=0.5)
     whole = 2 * math.pi / (4 * 10000.0 ** (torch.arange(16) / 32) * 2 * math.pi).round()
     torch.testing.assert_close(both.inv_freq, torch.cat([whole, torch.zeros(16)]))
+    # From j = 16 on, 10000^(j/32) > 512 / 2π: those pairs turn less than once within 512 tokens.
+    yarn = build("rotary", SHAPE, scaling="yarn", factor=4)
+    faded = build("rotary", SHAPE, scaling="yarn", factor=4, clipped=None)
+    half_cosine = (1 + (torch.arange(16, dtype=torch.float64) * math.pi / 15).cos()) / 2
+    factors = torch.cat([torch.ones(16), half_cosine]).float()
+    torch.testing.assert_close(faded.inv_freq, yarn.inv_freq * factors, rtol=1e-6, atol=1e-25)
 
 
 def test_longrope_refuses_keys_that_were_cached_with_other_frequencies():

@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from transformers import Llama4TextConfig
+from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 
 from megatron.conformance.subject import scores
 from megatron.evaluation.methods import MeasuredAttention
@@ -37,6 +39,39 @@ def test_without_learning_the_factor_is_one_at_the_training_length_and_less_befo
     factor = ours.score_scale(torch.arange(1, 257))
     expected = torch.arange(1, 257).log() / math.log(64)
     torch.testing.assert_close(factor, expected.expand(3, -1), rtol=1e-6, atol=1e-7)
+
+
+@torch.no_grad()
+def test_attn_temperature_is_that_of_llama_4_in_a_layer_without_positions():
+    options = {"floor_scale": 8, "attn_scale": 0.3}
+    config = Llama4TextConfig(
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=8,
+        num_hidden_layers=1,
+        no_rope_layers=[0],
+        attn_temperature_tuning=True,
+        attn_implementation="eager",
+        **options,
+    )
+    layer = Llama4TextAttention(config, 0).double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    x = torch.randn(2, 50, 32, dtype=torch.float64)
+    future = torch.full((50, 50), -math.inf, dtype=torch.float64).triu(1)
+    theirs, _ = layer(x, None, future[None, None])
+    q, k, v = (
+        project(x).view(2, 50, 4, 8).transpose(1, 2)
+        for project in (layer.q_proj, layer.k_proj, layer.v_proj)
+    )
+    position = build("attn_temperature", Shape(4, 8, 32, 64), **options).double()
+    out = output_of(scores(position, q, k), v)
+    ours = layer.o_proj(out.transpose(1, 2).reshape(2, 50, 32))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    plain = output_of(scores(build("none", Shape(4, 8, 32, 64)).double(), q, k), v)
+    torch.testing.assert_close(out[:, :, :7], plain[:, :, :7], rtol=0, atol=1e-12)
+    assert (out - plain)[:, :, 7:].abs().amax((0, 1, 3)).min() > 1e-3
 
 
 INDEX = torch.arange(141)
