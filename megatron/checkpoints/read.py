@@ -1,12 +1,10 @@
 """Read a checkpoint: its configuration, its record and its model in float32."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron.checkpoints.manifest import (
@@ -66,11 +64,12 @@ def load_model(
     path: Path,
     config: Config,
     record: Mapping[str, Any],
-    weights: dict[str, Tensor] | None = None,
+    weights: Iterable[tuple[str, Tensor]] | None = None,
 ) -> GPT:
     """The model of a configuration with the weights of a folder global_stepN, in eval mode.
 
     record: checkpoint.json; weights: those of another kind of folder, which are checked already
+    In memory are the model and one of the tensors in the file.
     Raises UserError if the weights cannot be read, were changed or are those of another model.
     """
     vocab = record["vocab"]
@@ -78,22 +77,52 @@ def load_model(
     file = path / WEIGHTS
     if weights is None:
         check_files(path, (WEIGHTS,))
-        try:
-            weights = load_file(file)
-        except (OSError, SafetensorError) as fault:
-            raise Damaged([f"{file}: cannot be read ({fault})"]) from None
+        weights = tensors_of(file)
     tokenizer = record.get("tokenizer") or {}
     model = from_config(config, vocab, tokenizer.get("eod"))
     model.begin_of_text = tokenizer.get("bos")
-    for name, weight in weights.items():
-        if weight.dtype != torch.float32:  # torch would convert it without a word
-            kind = str(weight.dtype).removeprefix("torch.")
-            raise UserError(f"{file}: {name} is {kind}, not float32 - copy the checkpoint again")
     try:
-        model.load_state_dict(weights)
-    except RuntimeError as fault:
-        raise UserError(f"{file}: does not hold the model of its config.yml ({fault})") from None
+        fill(model, weights)
+    except ValueError as fault:
+        raise UserError(
+            f"{file}: does not hold the model of its config.yml: {fault} - copy the checkpoint"
+            " again"
+        ) from None
+    except (OSError, SafetensorError) as fault:
+        raise Damaged([f"{file}: cannot be read ({fault})"]) from None
     return model.eval()
+
+
+def tensors_of(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of a file of weights, one after another.
+
+    The file is opened for each: of an open one, all pages that were read stay in memory.
+    """
+    with safe_open(file, "pt") as opened:
+        names = list(opened.keys())
+    for name in names:
+        with safe_open(file, "pt") as opened:
+            yield name, opened.get_tensor(name)
+
+
+def fill(model: GPT, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Give a model all its weights, float32, by their names.
+
+    Raises ValueError for one that is missing, left over, or of another shape or type.
+    """
+    missing = model.state_dict()
+    for name, weight in weights:
+        own = missing.pop(name, None)
+        if own is None:
+            raise ValueError(f"{name} is left over")
+        if weight.dtype != own.dtype:  # torch would convert it without a word
+            kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in (weight, own)]
+            raise ValueError(f"{name} is {', not '.join(kinds)}")
+        if weight.shape != own.shape:
+            raise ValueError(f"{name} is {list(weight.shape)}, not {list(own.shape)}")
+        own.copy_(weight)
+    if missing:
+        raise ValueError(f"{', '.join([*missing][:8])} missing")
 
 
 def check_memory(place: Path, config: Config, vocab: int, bytes_of_weight: int) -> None:

@@ -140,9 +140,13 @@ def export(run: str | Path, folder: str | Path, *, step: int | None = None) -> E
             from huggingface_hub import save_torch_state_dict  # only here: importing it takes long
 
             # safetensors refuses a part of a larger tensor.
-            weights = {name: tensor.clone() for name, tensor in form.weights.items()}
+            weights = {}
+            for name, tensor in form.weights.items():
+                is_part = tensor.untyped_storage().nbytes() > tensor.nbytes
+                weights[name] = tensor.clone() if is_part else tensor
             kind = {"format": "pt"}
             save_torch_state_dict(weights, temporary, max_shard_size=SHARD, metadata=kind)
+            del weights
             differences = compare(temporary, form, model)
             for file in temporary.iterdir():
                 file.chmod(0o666 & ~umask())  # safetensors lets only the owner read its file

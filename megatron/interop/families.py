@@ -459,14 +459,19 @@ def read_weights(
     family: Family, theirs: Mapping[str, Tensor], model: Architecture
 ) -> dict[str, Tensor]:
     """The weights of our model, by our names, from those of theirs."""
-    weights: dict[str, Tensor] = {}
+    return dict(each_weight(family, theirs, model))
+
+
+def each_weight(
+    family: Family, theirs: Mapping[str, Tensor], model: Architecture
+) -> Iterator[tuple[str, Tensor]]:
+    """The same, one after another."""
     for ours, modules, form in family.places(model):
         for ending in ENDINGS:
             names = [module + ending for module in modules]
             if names[0] in theirs:
                 parts = [theirs[name] for name in names]
-                weights[ours + ending] = form.ours(parts, model).contiguous()
-    return weights
+                yield ours + ending, form.ours(parts, model).contiguous()
 
 
 def write_weights(

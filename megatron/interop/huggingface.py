@@ -2,15 +2,17 @@
 
 import logging
 import re
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from megatron import strict_json
-from megatron.checkpoints.read import check_memory
+from megatron.checkpoints.read import check_memory, fill
 from megatron.config import Config
 from megatron.errors import UserError, in_words
 from megatron.files import read_small
@@ -19,7 +21,7 @@ from megatron.interop.families import (
     FAMILIES,
     IGNORED_HF_KEYS,
     Family,
-    read_weights,
+    each_weight,
     write_weights,
 )
 from megatron.model import GPT, Architecture, from_config
@@ -54,7 +56,8 @@ def open_folder(folder: Path) -> tuple[GPT, Config, Any]:
     weights = loaded.state_dict()
     embedding = loaded.get_input_embeddings().weight
     head = weights.pop("lm_head.weight")
-    if not config.model.no_weight_tying and not torch.equal(head, embedding):
+    is_tied = head.data_ptr() == embedding.data_ptr() or torch.equal(head, embedding)
+    if not config.model.no_weight_tying and not is_tied:
         raise UserError(
             f"{folder / SETTINGS}: tie_word_embeddings: says that the output matrix is that of the"
             " input, which differs from it - set it to false for a model with a head of its own, or"
@@ -68,8 +71,29 @@ def open_folder(folder: Path) -> tuple[GPT, Config, Any]:
     unread = sorted(weights.keys() - write_weights(family, shapes, architecture).keys())
     if unread:
         raise UserError(f"{folder}: {program} has {', '.join(unread[:8])}, which are not read here")
-    model.load_state_dict(read_weights(family, weights, architecture))
+    fill(model, each_weight(family, StoredWeights(folder, weights), architecture))
     return model.eval(), config, loaded
+
+
+class StoredWeights(dict[str, Tensor]):
+    """Weights of transformers' class by name, each read from the folder when it is asked for.
+
+    That class maps its files. Pages of a mapped file that were read stay in memory with it.
+    weights: its own, for names that the files lack
+    """
+
+    def __init__(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        super().__init__(weights)
+        self.files: dict[str, Path] = {}
+        for file in folder.glob(WEIGHTS):
+            with safe_open(file, "pt") as opened:
+                self.files |= dict.fromkeys(opened.keys(), file)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.files:
+            return super().__getitem__(name)
+        with safe_open(self.files[name], "pt") as opened:
+            return opened.get_tensor(name).float()
 
 
 def load_class(folder: Path, family: Family, settings: dict[str, Any]) -> tuple[Any, str]:

@@ -5,10 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors.torch import load_file
-
 from megatron.checkpoints.manifest import RECORD, SETTINGS, SHOWN, faults_of
-from megatron.checkpoints.read import load_for_evaluation, load_model, read_meta
+from megatron.checkpoints.read import load_for_evaluation, load_model, read_meta, tensors_of
 from megatron.checkpoints.saved import step_of, steps_in
 from megatron.config import Config
 from megatron.errors import UserError, in_words
@@ -76,10 +74,11 @@ def open_checkpoint(source: str | Path, config: Config | None = None) -> OpenedM
         return OpenedModel(kind, folder, model, config, theirs=theirs)
     if kind == "exported":
         config, record = read_meta(folder)
-        weights = {}
-        for file in sorted(folder.glob(huggingface.WEIGHTS)):
-            for name, tensor in load_file(file).items():
-                weights[name.removeprefix(PREFIX)] = tensor
+        weights = (
+            (name.removeprefix(PREFIX), tensor)
+            for file in sorted(folder.glob(huggingface.WEIGHTS))
+            for name, tensor in tensors_of(file)
+        )
         model = load_model(folder, config, record, weights)
         return OpenedModel(kind, folder, model, config, record["step"], record)
     raise UserError(

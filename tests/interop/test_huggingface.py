@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import sys
 from pathlib import Path
 
 import huggingface_hub
@@ -39,7 +40,7 @@ from tests.interop.models import (
     spread,
     words_tokenizer,
 )
-from tests.support import ROOT, call
+from tests.support import ROOT, call, run
 
 SAME_OTHERWISE = ("n_inner", "hidden_act", "rope_parameters", "pretraining_tp", "max_window_layers")
 """Keys that may be spelled in more than one way; `settings_of` must read them alike."""
@@ -251,6 +252,29 @@ def test_what_cannot_be_computed_is_one_message(folder, tmp_path):
     for number, (case, changes, message) in enumerate(CASES["refused"]):
         with pytest.raises(UserError, match=re.escape(message)):
             open_model(edited(folder(case), tmp_path / str(number), **changes))
+
+
+PEAK = """
+import resource, sys
+from megatron.interop import open_model
+open_model(sys.argv[1])  # imports what is imported late
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+model, _ = open_model(sys.argv[2])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss counts kilobytes on Linux alone")
+def test_a_folder_is_opened_in_the_size_of_its_model_and_one_tensor(folder, tmp_path):
+    sizes = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8}
+    config = transformers.LlamaConfig(vocab_size=8192, intermediate_size=1408, **sizes)
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "large")
+    own = sum(weight.nbytes for weight in model.parameters())  # 137 MB
+    largest = max(weight.nbytes for weight in model.parameters())  # 17 MB
+    done = run("-c", PEAK, folder("llama"), tmp_path / "large")
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) * 1024 < own + largest + 20e6
 
 
 def test_damaged_and_missing_files_are_one_message_and_code_is_not_run(folder, tmp_path, caplog):
