@@ -254,6 +254,22 @@ def test_a_bias_is_summed_over_ranks_only_where_each_rank_adds_it(tmp_path):
         load_model(folder, golden_config("alibi"))
 
 
+def test_a_norm_that_gpt_neox_keeps_and_does_not_use_is_left_out(tmp_path):
+    """gpt_j_tied: the logits are those of two norms with the numbers of the first."""
+    shared = load_file(GOLDEN / "shared.safetensors")
+    equal = {}
+    for name, tensor in shared.items():
+        if "/input_layernorm" in name:
+            equal[name.replace("input_layernorm", "post_attention_layernorm")] = tensor
+    ids = torch.arange(40)[None]
+    logits = []
+    for key, changes in (("parallel_residual", equal), ("gpt_j_tied", {})):
+        folder = write_checkpoint("alibi", tmp_path, **changes)
+        config = golden_config("alibi", "parallel_residual=true", f"{key}=true")
+        logits.append(load_model(folder, config)(ids))
+    torch.testing.assert_close(logits[1], logits[0])
+
+
 def test_layers_whose_copies_differ_keep_their_own(tmp_path, caplog):
     bias_p = torch.linspace(0.1, 1, 12).view(12, 1, 1)
     write_checkpoint("kerple_log", tmp_path, **{"layer_03/attention.rpe.bias_p": bias_p})
