@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 SETTINGS = "config.json"
 WEIGHTS = "model*.safetensors"
+WHOLE = "model.safetensors"
 LONGEST = 10_000_000  # bytes of config.json
 QUANTIZED = "quantization_config"
 OF_WHOLE = {"tie_word_embeddings", QUANTIZED, "auto_map"}  # keys beside text_config that count
@@ -85,9 +86,13 @@ class StoredWeights(dict[str, Tensor]):
     def __init__(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         super().__init__(weights)
         self.files: dict[str, Path] = {}
-        for file in folder.glob(WEIGHTS):
-            with safe_open(file, "pt") as opened:
-                self.files |= dict.fromkeys(opened.keys(), file)
+        names = [WHOLE]  # as transformers chooses: other files may lie there
+        if not (folder / WHOLE).is_file():
+            index = folder / f"{WHOLE}.index.json"
+            names = sorted({*read_json(index)["weight_map"].values()}) if index.is_file() else []
+        for name in names:
+            with safe_open(folder / name, "pt") as opened:
+                self.files |= dict.fromkeys(opened.keys(), folder / name)
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.files:

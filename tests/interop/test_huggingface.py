@@ -23,7 +23,7 @@ from megatron.evaluation.methods import MeasuredAttention
 from megatron.evaluation.options import method_or_none
 from megatron.interop import open_model
 from megatron.interop.families import FAMILIES, read_weights, write_weights
-from megatron.interop.huggingface import open_folder, read_settings
+from megatron.interop.huggingface import WHOLE, open_folder, read_settings
 from megatron.interop.importing import (
     compared_with_transformers,
     import_checkpoint,
@@ -233,6 +233,12 @@ def test_shards_half_precision_and_names_of_the_bare_model_are_read(folder, tmp_
         sharded, max_shard_size="20KB"
     )
     assert torch.equal(open_model(sharded)[0](random_ids(20)), expected)
+    whole = edited(folder("gpt2"), tmp_path / "whole")
+    for place, name in ((sharded, "model-00009-of-00009"), (whole, "model.fp16")):
+        others = {key: torch.zeros_like(x) for key, x in load_file(whole / WHOLE).items()}
+        save_file(others, place / f"{name}.safetensors")  # not of this model
+        assert torch.equal(open_model(place)[0](random_ids(20)), expected)
+    (sharded / "model-00009-of-00009.safetensors").unlink()
     next(sharded.glob("model-*.safetensors")).unlink()
     with pytest.raises(UserError, match=r"cannot open it \(.*model-0.* copy all weights beside it"):
         open_model(sharded)
