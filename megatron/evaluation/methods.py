@@ -377,7 +377,7 @@ def faults_of(
         obstacle = method.obstacle(position)
         if obstacle is not None and method.applies_to(position):
             yield f"{where}: {name_of(position)} cannot be read so: {obstacle}"
-    if attention.reset_attention_mask:
+    if attention.reset_attention_mask and not method.scaling:
         yield f"{where}: reads a text as one document; set reset_attention_mask=false"
 
 

@@ -28,6 +28,7 @@ from megatron.model import GPT
 from megatron.model.block import Text
 from megatron.positions import Shape, build
 from tests.encodings import every_signature
+from tests.model import test_documents
 from tests.model.test_cache import in_pieces, model
 
 VARIANTS = {
@@ -134,6 +135,16 @@ def test_after_other_frequencies_a_model_reads_as_it_was_trained():
     for method in ("longrope,factor=4,factors=of_eight", "yarn,factor=4", "rerope", None):
         gpt.use_attention(settings(method=method))
         assert torch.allclose(gpt(ids), plain) == (method is None)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["yarn,factor=4", "clipped_rope,clipped=3"])
+def test_other_frequencies_keep_documents_apart(method):
+    gpt, ids = test_documents.model("rotary"), test_documents.window()
+    gpt.use_attention(settings(method=method))
+    expected = test_documents.one_by_one(gpt, ids)
+    gpt.use_attention(settings(method=method, reset_attention_mask=True))
+    torch.testing.assert_close(gpt(ids), expected, rtol=0, atol=1e-5)
 
 
 def test_a_table_is_asked_for_places_in_the_cache_or_for_the_ceiling():
