@@ -77,6 +77,11 @@ def _model(model: Model) -> Faults:
         )
     queries = max(1, heads // per_query)
     kv_heads = min(model.num_key_value_heads or heads, queries)
+    if (model.num_key_value_heads or 0) > heads:
+        yield (
+            f"num_key_value_heads: {model.num_key_value_heads} is more than num_attention_heads ="
+            f" {heads}; give a number that divides it"
+        )
     each = f" / heads_per_query = {queries}" if per_query > 1 else f" = {heads}"
     if queries % kv_heads:
         yield (
