@@ -187,11 +187,11 @@ class Family:
         if self.dimensions:
             features = settings["hidden_size"] // settings["num_attention_heads"]
             rope = {**rope, SHARE: theirs[self.dimensions] / features}
-        of_kind = {}
+        options_by_kind = {}
         for kind in {*kinds}:
             completed = {**theirs, "rope_parameters": rope.get(kind, rope)}
-            of_kind[kind] = arguments | rotary_options(completed)
-        for options in of_kind.values():
+            options_by_kind[kind] = arguments | rotary_options(completed)
+        for options in options_by_kind.values():
             if options["rotary_pct"] != 1 and self.positions == "whole":
                 raise UserError(
                     f"{SHARE}: {options['rotary_pct']} is not what {self.architecture} computes;"
@@ -203,9 +203,9 @@ class Family:
             kind = kinds[layer % len(kinds)]
             turns = turning[layer % len(turning)] and kind != self.still
             if kind != LINEAR:
-                layers.append({"rotary": of_kind[kind]} if turns else "none")
+                layers.append({"rotary": options_by_kind[kind]} if turns else "none")
         if all(layer == layers[0] != "none" for layer in layers):
-            return settings | {"pos_emb": "rotary", "pos_emb_args": of_kind[kinds[0]]}
+            return settings | {"pos_emb": "rotary", "pos_emb_args": options_by_kind[kinds[0]]}
         return settings | one_or_pattern("pos_emb", "pos_emb_layers", layers)
 
     def configuration(self, config: Mapping[str, Any]) -> Config:
@@ -261,8 +261,8 @@ class Family:
             "no_rope_layers": turning,
         }
         theirs |= {key: layers[key] for key in self.layered if key in layers}
-        of_layers = [next(iter(entry.values())) for entry in ours["pos_emb"]]
-        options = of_layers[turning.index(1) if any(turning) else 0]
+        options_of_layers = [next(iter(entry.values())) for entry in ours["pos_emb"]]
+        options = options_of_layers[turning.index(1) if any(turning) else 0]
         theirs |= {key: options.get(option) for key, option in self.position_keys.items()}
         for key, (name, *_) in self.keys.items():
             if name == "seq_length" and "max_positions" in options:
@@ -274,7 +274,7 @@ class Family:
             theirs["rope_parameters"] = {}
             for kind in (FULL, SLIDING):
                 layer = kinds.index(kind) if kind in kinds else 0
-                theirs["rope_parameters"][kind] = rope_of(of_layers[layer])
+                theirs["rope_parameters"][kind] = rope_of(options_of_layers[layer])
         elif self.turns:
             theirs["rope_parameters"] = rope_of(options)
         theirs = self.typed(theirs)
