@@ -140,8 +140,9 @@ def losses_of_targets(
 ) -> list[np.ndarray]:
     """Losses of targets, and of answers which are right: [windows] of [1 or 2, count] float64.
 
-    model: model(ids [batch, length], labels [batch, length]) -> losses [batch, length], and without
-        labels, for answers of a task, logits [batch, length, vocab]
+    model: model(ids [batch, length], labels [batch, length], counted=[batch, length] bool) ->
+        losses [batch, length] of those targets; for answers of a task model(ids) -> logits
+        [batch, length, vocab]
     batch_tokens: tokens of a forward pass; one window at least
     grid: the processes that share the windows. Each of them calls this and gets the same result.
     context: the processes that share each window, where they divide its length; None: no window is
@@ -189,7 +190,10 @@ def losses_of_targets(
                     right = logits.argmax(dim=-1) == labels
                     values = torch.stack([nats, right], dim=1)
                 else:
-                    values = model(inputs, labels)[:, None]
+                    counted = torch.zeros_like(labels, dtype=torch.bool)
+                    for index, number in enumerate(batch):
+                        counted[index, windows.scored[number]] = True
+                    values = model(inputs, labels, counted=counted)[:, None]
                 if context is not None:
                     values = context.gather(values)
             rows = values.float().cpu().numpy()  # [batch, 1, length]; 2 with what is right

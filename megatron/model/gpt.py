@@ -118,7 +118,7 @@ class GPT(nn.Module):
 
         ids [batch, length] -> logits [batch, length, vocab];
         with labels [batch, length] -> losses [batch, length] float32, or with `mean` their mean [],
-        of those targets alone that counted [batch, length] bool marks;
+        of those targets alone that counted [batch, length] bool marks; other losses are 0;
         with a cache, ids continue its text.
         """
         x = self.features(ids, cache)
@@ -132,7 +132,11 @@ class GPT(nn.Module):
             marked = None if counted is None else counted.flatten()
             matrix, bias = self.output_matrix, self.output_bias
             return mean_loss(x.flatten(0, 1), matrix, labels.flatten(), marked, bias)
-        return self.losses(x, labels)
+        if counted is None:
+            return self.losses(x, labels)
+        losses = torch.zeros(labels.shape, device=x.device)
+        losses[counted] = self.losses(x[counted], labels[counted])
+        return losses
 
     def features(self, ids: Tensor, cache: Cache | None = None) -> Tensor:
         """ids [batch, length] -> [batch, length, hidden], after the final norm and logit_scale."""
@@ -269,10 +273,10 @@ class GPT(nn.Module):
     def losses(self, x: Tensor, labels: Tensor) -> Tensor:
         """Cross entropy of each token in float32.
 
-        x [batch, length, hidden], labels [batch, length] -> [batch, length]
+        x [..., hidden], labels [...] -> [...]
         """
         matrix, bias = self.output_matrix, self.output_bias
-        losses = token_losses(x.flatten(0, 1), matrix, labels.flatten(), bias)
+        losses = token_losses(x.flatten(0, -2), matrix, labels.flatten(), bias)
         return losses.view_as(labels)
 
     def logits(self, x: Tensor) -> Tensor:

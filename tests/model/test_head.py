@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.model import head
+from megatron.config import load
+from megatron.model import from_config, head
 
 
 @pytest.mark.parametrize(
@@ -64,3 +65,19 @@ def peak() -> int:
     """The most memory of this process since then, in KiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if "VmHWM" in line)
+
+
+@torch.no_grad()
+def test_losses_of_some_targets_are_those_among_all():
+    model = from_config(
+        load([], ["num_layers=1", "hidden_size=32", "num_attention_heads=4", "seq_length=40"]),
+        vocab=301,
+    )
+    ids = torch.randint(301, (2, 41), generator=torch.Generator().manual_seed(3))
+    expected = model(ids[:, :-1], ids[:, 1:])
+    counted = torch.zeros(2, 40, dtype=torch.bool)
+    counted[0, 7:], counted[1, 30] = True, True
+    losses = model(ids[:, :-1], ids[:, 1:], counted=counted)
+    torch.testing.assert_close(losses[counted], expected[counted], rtol=0, atol=1e-6)
+    assert (expected[~counted] > 0).all()
+    assert not losses[~counted].any()
