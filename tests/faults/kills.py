@@ -119,7 +119,9 @@ def _moment_comes(
         if waits_for_loop and log.exists() and b"  loss " in log.read_bytes()[earlier:]:
             waits_for_loop = False
             end = time.monotonic() + chance.uniform(0, seconds)
-        if aims_at_saving and time.monotonic() >= end and any(folder.glob("partial_step*")):
+        # An earlier kill may have left a partial checkpoint, so this waits for the loop, too.
+        is_saving = time.monotonic() >= end and any(folder.glob("partial_step*"))
+        if aims_at_saving and is_saving and not waits_for_loop:
             time.sleep(chance.uniform(0, 0.03))
             break
         time.sleep(PAUSE)
