@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.cli_errors import command_parser, guarded
-from megatron.errors import visible
+from megatron.errors import UserError, in_words, visible
 from megatron.files import ROOT
 from megatron.parallel.machine import free_disk, in_bytes
 
@@ -65,8 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--try", action="store_true", dest="tries", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.tries:
-        for finding in try_steps():
-            print(json.dumps({"finding": finding}), flush=True)
+        try:
+            for finding in try_steps():
+                print(json.dumps({"finding": finding}), flush=True)
+        except Exception as fault:  # whatever a broken package raises is a finding
+            raise UserError(f"{type(fault).__name__}: {in_words(fault)}") from fault
         return 0
 
     findings = [*packages(), *tried()]
