@@ -112,15 +112,15 @@ def fill(model: GPT, weights: Iterable[tuple[str, Tensor]]) -> None:
     """
     missing = model.state_dict()
     for name, weight in weights:
-        own = missing.pop(name, None)
-        if own is None:
+        parameter = missing.pop(name, None)
+        if parameter is None:
             raise ValueError(f"{name} is left over")
-        if weight.dtype != own.dtype:  # torch would convert it without a word
-            kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in (weight, own)]
+        if weight.dtype != parameter.dtype:  # torch would convert it without a word
+            kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in (weight, parameter)]
             raise ValueError(f"{name} is {', not '.join(kinds)}")
-        if weight.shape != own.shape:
-            raise ValueError(f"{name} is {list(weight.shape)}, not {list(own.shape)}")
-        own.copy_(weight)
+        if weight.shape != parameter.shape:
+            raise ValueError(f"{name} is {list(weight.shape)}, not {list(parameter.shape)}")
+        parameter.copy_(weight)
     if missing:
         raise ValueError(f"{', '.join([*missing][:8])} missing")
 

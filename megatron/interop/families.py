@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -102,9 +103,12 @@ class Family:
         """The same with whole numbers and others as transformers asks for them."""
         result = dict(keys)
         for key, name in self.types.items():
-            number, kind = keys.get(key), {"int": int, "float": float}[name]
-            if type(number) in (int, float) and kind(number) == number:
-                result[key] = kind(number)
+            kind = {"int": int, "float": float}[name]
+            number = keys.get(key)
+            if type(number) in (int, float):
+                with suppress(OverflowError):  # of hundreds of digits: refused with its key
+                    if kind(number) == number:
+                        result[key] = kind(number)
         return result
 
     def nested(self, flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,7 +208,7 @@ class Family:
             turns = turning[layer % len(turning)] and kind != self.still
             if kind != LINEAR:
                 layers.append({"rotary": options_by_kind[kind]} if turns else "none")
-        if all(layer == layers[0] != "none" for layer in layers):
+        if "none" not in layers and all(layer == layers[0] for layer in layers):
             return settings | {"pos_emb": "rotary", "pos_emb_args": options_by_kind[kinds[0]]}
         return settings | one_or_pattern("pos_emb", "pos_emb_layers", layers)
 

@@ -184,9 +184,9 @@ def family_of(folder: Path) -> tuple[Family, dict[str, Any]]:
     names = theirs.get("architectures")
     families = dict(FAMILIES)
     for family in FAMILIES.values():
-        families |= dict.fromkeys(
-            [*family.names, *([family.whole] if family.whole else [])], family
-        )
+        families |= dict.fromkeys(family.names, family)
+        if family.whole:
+            families[family.whole] = family
     family = families.get(names[0]) if isinstance(names, list) and len(names) == 1 else None
     if family is None:
         raise UserError(

@@ -93,8 +93,8 @@ def import_checkpoint(
                 f"{folder}: {name} has values that are not finite - copy it again, or take another"
                 " checkpoint"
             )
-    with gguf.tokenizer_folder(folder) as own:
-        files, described, notes = tokenizer_of(opened, own, tokenizer)
+    with gguf.tokenizer_folder(folder) as tokenizer_place:
+        files, described, notes = tokenizer_of(opened, tokenizer_place, tokenizer)
         contents = {file.name: file.read_bytes() for file in paths_of(files)}
     if not has_sums(folder):
         notes.append(f"{folder} lists no checksums, so its files were not checked for damage")
@@ -204,15 +204,15 @@ def sums_of(kind: str, folder: Path) -> dict[str, str]:
 
 
 def tokenizer_of(
-    opened: OpenedModel, own: Path, place: Path | None
+    opened: OpenedModel, source_place: Path, place: Path | None
 ) -> tuple[TokenizerSource | None, dict[str, Any], list[str]]:
     """The source's own tokenizer, else the one in `place`: its files, description and notes.
 
-    own: where the source's lies
+    source_place: where the source's lies
     Raises UserError if it does not fit the model, or if `place` has none.
     """
     folder, rows = opened.folder, opened.model.vocab
-    files = files_in(own)
+    files = files_in(source_place)
     notes = []
     tokenizer = None
     if files is not None:
@@ -243,7 +243,7 @@ def tokenizer_of(
             f"tokenizer: it has {tokenizer.vocab_size} tokens, the embedding of {folder} has {rows}"
             " rows - give the tokenizer that it was trained with"
         )
-    first = {} if opened.kind == "gpt-neox" else first_token(own, tokenizer)
+    first = {} if opened.kind == "gpt-neox" else first_token(source_place, tokenizer)
     if first:
         notes.append(
             f"texts begin with {first['bos_token']} (bos_token), as the tokenizer of {folder} has"

@@ -260,6 +260,12 @@ def test_what_cannot_be_computed_is_one_message(folder, tmp_path):
             open_model(edited(folder(case), tmp_path / str(number), **changes))
 
 
+def test_a_whole_number_beyond_floats_is_refused_with_its_key(folder, tmp_path):
+    place = edited(folder("mpt"), tmp_path / "mpt", attn_config={"clip_qkv": 10**400})
+    with pytest.raises(UserError, match=r"MptForCausalLM refuses it .*clip_qkv"):
+        open_model(place)
+
+
 PEAK = """
 import resource, sys
 from megatron.interop import open_model
