@@ -115,6 +115,7 @@ class AttentionInputs:
     backend, self_check: of megatron.attention.attention;
     documents: where they lie, if attention keeps them apart;
     cache: keys, values and more of earlier tokens; None to keep nothing
+    first_query: tokens before it are only read, and have no place in the output
     context: the other parts of the text; None if x has all of it
     """
 
@@ -127,6 +128,7 @@ class AttentionInputs:
     query_scale: Tensor | None = None
     documents: Documents | None = None
     cache: LayerCache | None = None
+    first_query: int = 0
     context: Context | None = None
 
 
@@ -184,7 +186,7 @@ class SelfAttention(nn.Module):
             self.softmax_offset = nn.Parameter(torch.zeros(model.num_attention_heads))
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
-        """x [batch, length, hidden] -> same."""
+        """x [batch, length, hidden] -> [batch, length - first_query, hidden]."""
         batch, length, _ = x.shape
         fused = self.query_key_value(x).view(batch, length, self.key_heads, -1)
         q, gate, k, v = fused.split(self.widths, dim=3)
@@ -228,6 +230,11 @@ class SelfAttention(nn.Module):
             scores=scores,
             sink=x.new_zeros(self.heads) if self.off_by_one else self.softmax_offset,
         )
+        query_scale, unread = inputs.query_scale, inputs.first_query
+        if unread and scores is None and on_scores is None:
+            later, all_keys = slice(unread, None), slice(None)
+            q, terms, unread = q[:, :, later], terms.part(later, all_keys), 0
+            query_scale = None if query_scale is None else query_scale[..., later]
         if method is None:
             k = for_each_query_head(k, self.group)
             v = for_each_query_head(v, self.group)
@@ -235,11 +242,12 @@ class SelfAttention(nn.Module):
             out = run(q, k, v, terms, inputs.backend, self_check=inputs.self_check)
         else:
             assert inputs.context is None  # evaluation refuses it
-            out = method.attend(Text(position, q, k, v, terms, inputs.query_scale))
-        out = out.transpose(1, 2)  # [batch, length, heads, head_dim]
+            out = method.attend(Text(position, q, k, v, terms, query_scale))
+        out = out[:, :, unread:].transpose(1, 2)  # [batch, queries, heads, head_dim]
         if self.gated:
-            out = out * gate.reshape(batch, length, out.shape[2], -1).sigmoid()
-        return self.dense(out.reshape(batch, length, -1))
+            gate = gate[:, inputs.first_query :].reshape(batch, *out.shape[1:3], -1)
+            out = out * gate.sigmoid()
+        return self.dense(out.flatten(2))
 
 
 def gated(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
@@ -307,9 +315,14 @@ class Block(nn.Module):
         self.mlp_output_norm = norm(after)
 
     def forward(self, x: Tensor, inputs: AttentionInputs | LayerCache | None) -> Tensor:
-        """x [batch, length, hidden] -> same. inputs: what its kind reads beside x."""
+        """x [batch, length, hidden] -> same, or the tokens that attention leaves.
+
+        inputs: what its kind reads beside x
+        """
         normed = self.input_layernorm(x)
         added = self.attention_output_norm(self.attention(normed, inputs))
+        first = x.shape[1] - added.shape[1]
+        x, normed = x[:, first:], normed[:, first:]
         attended = x + F.dropout(added, self.dropout, self.training)
         read_by_mlp = attended
         if self.parallel_residual:

@@ -121,7 +121,10 @@ class GPT(nn.Module):
         of those targets alone that counted [batch, length] bool marks; other losses are 0;
         with a cache, ids continue its text.
         """
-        x = self.features(ids, cache)
+        first = 0
+        if counted is not None and not mean and cache is None and self.context is None:
+            first = int(counted.any(dim=0).int().argmax())
+        x = self.features(ids, cache, first)
         if labels is None:
             return self.logits(x)
         if self.context is not None:
@@ -135,11 +138,14 @@ class GPT(nn.Module):
         if counted is None:
             return self.losses(x, labels)
         losses = torch.zeros(labels.shape, device=x.device)
-        losses[counted] = self.losses(x[counted], labels[counted])
+        losses[counted] = self.losses(x[counted[:, first:]], labels[counted])
         return losses
 
-    def features(self, ids: Tensor, cache: Cache | None = None) -> Tensor:
-        """ids [batch, length] -> [batch, length, hidden], after the final norm and logit_scale."""
+    def features(self, ids: Tensor, cache: Cache | None = None, first: int = 0) -> Tensor:
+        """ids [batch, length] -> [batch, length - first, hidden], after the final norm and scale.
+
+        first: tokens before it are only read, so the last layer has no queries of them
+        """
         if ids.dim() != 2:
             raise UserError(f"ids: {list(ids.shape)} must be [batch, length]")
         start = 0 if cache is None else cache.length
@@ -180,7 +186,11 @@ class GPT(nn.Module):
         else:
             x = self.position.on_embeddings(x, start)
         x = F.dropout(x, self.dropout, self.training)
-        inputs_of_layers = self._attention_inputs(start, x.shape[1], length, cache, documents)
+        count = x.shape[1]
+        inputs_of_layers = self._attention_inputs(start, count, length, cache, documents)
+        last = inputs_of_layers[-1]
+        if first and isinstance(last, AttentionInputs):
+            inputs_of_layers[-1] = replace(last, first_query=first)
         recompute = self.checkpoint_activations and torch.is_grad_enabled()
         for block, inputs in zip(self.layers, inputs_of_layers, strict=True):
             if recompute:
@@ -189,7 +199,7 @@ class GPT(nn.Module):
                 x = block(x, inputs)
         if cache is not None:
             cache.length = length
-        x = self.norm(x)
+        x = self.norm(x[:, x.shape[1] - (count - first) :])
         return x if self.logit_scale == 1 else x * self.logit_scale
 
     def check_length(self, length: int) -> None:

@@ -101,6 +101,8 @@ def test_an_encoding_refuses_a_method_or_decodes_with_it_in_pieces_as_in_a_whole
         expected = with_method(gpt, variant)(ids)
         result = in_pieces(gpt, ids, [1, 1, 46, 1, 1, 40, 1, 50])
         torch.testing.assert_close(result, expected, rtol=0, atol=1e-4)
+        late = gpt.logits(gpt.features(ids, first=100))
+        torch.testing.assert_close(late, expected[:, 100:], rtol=0, atol=1e-4)
         near = NEAR.get(variant, 20)
         torch.testing.assert_close(expected[:, :near], plain[:, :near], rtol=0, atol=1e-4)
         if name not in FORGETTING:

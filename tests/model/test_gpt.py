@@ -54,6 +54,34 @@ def test_losses_are_the_cross_entropy_of_each_token_in_blocks_or_whole(monkeypat
     torch.testing.assert_close(blocks.double(), expected, rtol=0, atol=2e-6)
 
 
+WITHOUT_FIRST_QUERIES = [
+    ("pos_emb=rotary", "num_key_value_heads=2", "attention_gate=element"),
+    ("pos_emb=kerple_log", "window=20", "softmax_type=learnable"),
+    ("pos_emb=fire", "gpt_j_residual=true"),
+    ("pos_emb=fox", "norm_placement=post", "norm=rmsnorm"),
+    ("pos_emb=ssmax", "logn_scale=true"),
+    ("pos_emb=cope",),
+    ("pos_emb=path_fox",),
+    ("pos_emb=cable", "reset_attention_mask=true"),
+    ("layers=[attention, attention, gated_delta]",),
+]
+
+
+@pytest.mark.parametrize("settings", WITHOUT_FIRST_QUERIES, ids=" ".join)
+def test_where_late_targets_alone_count_their_losses_are_those_of_the_whole_text(settings):
+    ours, ids = small(*settings).eval(), torch.randint(101, (2, 81))
+    ours.end_of_document = 7
+    counted = torch.zeros(2, 80, dtype=torch.bool)
+    counted[0, 60:], counted[1, 71:75] = True, True
+    lengths = []
+    ours.layers[-1].mlp.register_forward_pre_hook(lambda _, x: lengths.append(x[0].shape[1]))
+    with torch.no_grad():
+        whole = ours(ids[:, :-1], ids[:, 1:])
+        late = ours(ids[:, :-1], ids[:, 1:], counted=counted)
+    torch.testing.assert_close(late, whole * counted, rtol=0, atol=4e-6)
+    assert lengths == [80, 80 if "gated_delta" in settings[0] else 20]
+
+
 def test_dropout_acts_in_training_only_and_on_every_residual():
     ours, ids = small("hidden_dropout=0.5"), torch.randint(101, (2, 30))
     with torch.no_grad():
