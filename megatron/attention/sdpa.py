@@ -114,7 +114,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return out[..., : v.shape[-1]]
 
 
-def _kernel(
+def cpu_kernel(
     q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """torch's kernel on the CPU without autograd: output and lse."""
@@ -149,8 +149,7 @@ def tiles(
     if terms.scores is not None:
         in_two = in_two and (content is None or (content.u is None and content.rank == 1))
     else:
-        exact = content is not None and (content.u is None or q.dtype == wide)
-        in_two = in_two and exact
+        in_two = in_two and (content is None or content.u is None or q.dtype == wide)
     rows = min(exact_rows(content, scope, LARGE_BLOCK if in_two else BLOCK), scope.queries)
     some_heads = on_cpu and terms.index_bias is None  # may be computed before others
     together = batch if some_heads else batch * heads
@@ -223,7 +222,7 @@ def tiles(
                     scores = scores + added if factor is None else scores * factor + added
                     out, lse = attended(scores, tile_v, terms.needs_lse)
                 elif on_cpu and not recorded:
-                    out, lse = _kernel(tile_q.flip(2), tile_k, tile_v, added)
+                    out, lse = cpu_kernel(tile_q.flip(2), tile_k, tile_v, added)
                 else:
                     out, lse = _under_autograd(tile_q.flip(2), tile_k, tile_v, added), None
                 out = out.flip(2)
@@ -303,7 +302,7 @@ def _in_two(
     far_q, far_k = q, k[:, :, :before]
     if block_scores is None:
         own_v = v[:, :, before:]
-        out, lse = _kernel(q, k[:, :, before:], own_v, masks[1], is_causal=True, scale=scale)
+        out, lse = cpu_kernel(q, k[:, :, before:], own_v, masks[1], is_causal=True, scale=scale)
     else:
         far_q, far_k, own_scores = block_scores
         scale, v = 1.0, v.to(own_scores.dtype)
@@ -316,7 +315,7 @@ def _in_two(
         out, lse = (p @ v[:, :, before:]).div_(total), (largest + total.log())[..., 0]
     if before == 0:
         return out, lse
-    return merge(out, lse, *_kernel(far_q, far_k, v[:, :, :before], masks[0], scale=scale))
+    return merge(out, lse, *cpu_kernel(far_q, far_k, v[:, :, :before], masks[0], scale=scale))
 
 
 def _under_autograd(q: Tensor, k: Tensor, v: Tensor, added: Tensor) -> Tensor:

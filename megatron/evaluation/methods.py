@@ -37,7 +37,7 @@ from torch import Tensor
 from megatron.attention import attend
 from megatron.attention.eager import all_scores, attended
 from megatron.attention.scope import BLOCK
-from megatron.attention.sdpa import MOST_SCORES, sdpa
+from megatron.attention.sdpa import MOST_SCORES, cpu_kernel, sdpa
 from megatron.attention.terms import Terms, merge, with_sink
 from megatron.errors import UserError, did_you_mean
 from megatron.model.block import Text
@@ -455,43 +455,67 @@ def by_chunks(method: Method, text: Text, v: Tensor) -> Tensor:
     all earlier ones. v [batch, heads, keys, features]; scores are float32 or wider.
     """
     chunk, limit, terms = method.options["chunk"], method.options["limit"], text.terms
-    (batch, heads, end), start = v.shape[:3], text.start
+    start, end = text.start, v.shape[2]
     wide_v = v.to(torch.promote_types(v.dtype, torch.float32))
-    index = torch.arange(end, device=v.device)
-    place = index % chunk
+    place = torch.arange(end, device=v.device) % chunk
     wide_k = text.turned(slice(0, 0), place[:0], place)[1].to(wide_v.dtype)
     outputs = []
-    most = max(1, min(BLOCK, MOST_SCORES // (batch * heads * end)))
-    first = start
-    while first < end:
-        own_chunk = first - first % chunk
-        stop = min(first + most, own_chunk + chunk, end)
-        rows, keys = slice(first - start, stop - start), slice(0, stop)
+    for own_chunk in range(start - start % chunk, end, chunk):
+        first, stop = max(start, own_chunk), min(own_chunk + chunk, end)
+        rows, before = slice(first - start, stop - start), max(0, own_chunk - chunk)
         own_place = place[first:stop]
-        products, distances = [], []
-        for query_place, part in (
-            (
-                torch.full_like(own_place, min(2 * chunk - 1, limit)),
-                slice(0, max(0, own_chunk - chunk)),
-            ),
-            ((own_place + chunk).clamp(max=limit), slice(max(0, own_chunk - chunk), own_chunk)),
+        for query_place, keys in (
             (own_place, slice(own_chunk, stop)),
+            ((own_place + chunk).clamp(max=limit), slice(before, own_chunk)),
+            (torch.full_like(own_place, min(2 * chunk - 1, limit)), slice(0, before)),
         ):
-            q, _ = text.turned(rows, query_place, place[:0])
-            products.append(q.to(wide_k.dtype) @ wide_k[:, :, part].mT / math.sqrt(q.shape[-1]))
-            distances.append(query_place[:, None] - place[part])
-        scores = all_scores(
-            q,
-            wide_k[:, :, keys],
-            terms.part(rows, keys),
-            query=index[first:stop],
-            distance=torch.cat(distances, dim=1).clamp(min=0),
-            products=torch.cat(products, dim=-1),
-        )
-        out, lse = attended(scores, wide_v[:, :, keys], terms.sink is not None)
-        outputs.append(out if lse is None else with_sink(out, lse, terms.sink))
-        first = stop
+            if keys.start == keys.stop:
+                continue
+            q = text.turned(rows, query_place, place[:0])[0].to(wide_k.dtype)
+            qkv = q, wide_k[:, :, keys], wide_v[:, :, keys]
+            part = terms.part(rows, keys)
+            if keys.stop == stop:  # the own chunk, under the causal mask
+                out, lse = with_lse(*qkv, part)
+            else:
+                out, lse = merge(out, lse, *to_all_keys(*qkv, part, (query_place, place[keys])))
+        outputs.append(with_sink(out, lse, terms.sink))
     return torch.cat(outputs, dim=2).to(v.dtype)
+
+
+def with_lse(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+    """Causal attention, and the lse of each query."""
+    out, lse = sdpa(q, k, v, replace(terms, needs_lse=True))
+    assert lse is not None
+    return out, lse
+
+
+def to_all_keys(
+    q: Tensor, k: Tensor, v: Tensor, terms: Terms, places: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Attention of queries to keys that all stand before them: output and lse.
+
+    places [queries], [keys] int64: tables are asked for their difference
+    """
+    tables = terms.bias is not None or terms.weight is not None
+    plain = terms.is_causal_alone and terms.content is None
+    if plain and q.device.type == "cpu" and not torch.is_grad_enabled():
+        return cpu_kernel(q, k, v, None)
+    size = max(1, min(BLOCK, MOST_SCORES // (q.shape[0] * q.shape[1] * max(1, k.shape[2]))))
+    outs, lses, (query_place, key_place) = [], [], places
+    for start in range(0, q.shape[2], size):
+        rows, keys = slice(start, start + size), slice(0, k.shape[2])
+        distance = (query_place[rows, None] - key_place).clamp(min=0) if tables else None
+        scores = all_scores(
+            q[:, :, rows],
+            k,
+            terms.part(rows, keys),
+            query=torch.full_like(query_place[rows], k.shape[2]),
+            distance=distance,
+        )
+        out, lse = attended(scores, v, True)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
 
 def near_far(
@@ -523,9 +547,7 @@ def near_far(
     keys = v.shape[2]
     before = keys - queries
     nearest = min(distance, window or distance)  # keys that are near and visible
-    terms_of_near = replace(terms, window=nearest, needs_lse=True)
-    out, lse = sdpa(near_q, near_k, wide_v, terms_of_near)
-    assert lse is not None
+    out, lse = with_lse(near_q, near_k, wide_v, replace(terms, window=nearest))
     first = max(0, distance - before)  # the first query with far keys
     if first >= queries or (window is not None and window <= distance):
         return with_sink(out, lse, terms.sink).to(v.dtype)
@@ -533,6 +555,13 @@ def near_far(
     # The keys that are far enough are those of a causal mask, `distance` tokens earlier.
     tables = terms.bias is not None or terms.weight is not None
     terms = replace(terms, window=None if window is None else window - distance)
+    if not tables and terms.content is None and sinks is None:
+        rows, columns = slice(first, queries), slice(0, keys - distance)
+        qkv = far_q[:, :, rows], far_k[:, :, columns], wide_v[:, :, columns]
+        both = merge(out[:, :, rows], lse[:, :, rows], *with_lse(*qkv, terms))
+        merged = torch.cat([out[:, :, :first], both[0]], dim=2)
+        merged_lse = torch.cat([lse[:, :, :first], both[1]], dim=2)
+        return with_sink(merged, merged_lse, terms.sink).to(v.dtype)
     outputs = [with_sink(out[:, :, :first], lse[:, :, :first], terms.sink)]
     recorded = torch.is_grad_enabled()
     size = max(1, min(BLOCK, MOST_SCORES // (batch * heads * keys)))

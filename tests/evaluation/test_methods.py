@@ -277,9 +277,10 @@ def by_definition(near, far, v, terms, *, places, distance, sinks):
     back = query[:, None] - index
     versions = []
     for (q, k), (query_place, key_place) in ((near, (query, index)), (far, places)):
-        table_distance = (query_place[:, None] - key_place).clamp(0, terms.bias.shape[1] - 1)
         scores = q @ k.mT / math.sqrt(q.shape[-1])
-        scores = scores * terms.weight[:, table_distance] + terms.bias[:, table_distance]
+        if terms.bias is not None:
+            table_distance = (query_place[:, None] - key_place).clamp(0, terms.bias.shape[1] - 1)
+            scores = scores * terms.weight[:, table_distance] + terms.bias[:, table_distance]
         if terms.content is not None:
             scores = scores + terms.content.u @ terms.content.w.mT
         versions.append(scores)
@@ -317,19 +318,19 @@ def test_near_and_far_keys_in_blocks_give_the_formula(monkeypatch, dtype):
             )
             for dim in (4, 6)
         )
-        v = torch.randn(2, 3, keys, 5, dtype=torch.float64).to(dtype)
+        v = torch.randn(2, 3, keys, 3, dtype=torch.float64).to(dtype)
         index = torch.arange(keys)
         query = index[keys - queries :]
         u, w = torch.randn(2, 2, 3, keys, 2, dtype=torch.float64)
         content = Content.of((u[:, :, keys - queries :], w), queries) if number % 2 else None
         bias, weight = torch.randn(2, 3, keys + 2, dtype=torch.float64)
-        terms = Terms(bias, weight, window, content=content)
         options = {"places": ((query + 3) // 2, index // 2), "distance": distance, "sinks": sinks}
-        result = near_far(near, far, v, terms, **options)
         double = [tuple(x.double() for x in pair) for pair in (near, far)]
-        expected = by_definition(*double, v.double(), terms, **options)
-        assert result.dtype == dtype
-        torch.testing.assert_close(result.double(), expected, **tolerance)
+        for terms in (Terms(bias, weight, window, content=content), Terms(window=window)):
+            result = near_far(near, far, v, terms, **options)
+            expected = by_definition(*double, v.double(), terms, **options)
+            assert result.dtype == dtype
+            torch.testing.assert_close(result.double(), expected, **tolerance)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -345,13 +346,15 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize("bias", [None, torch.zeros(2, 2048)], ids=["plain", "a table"])
 @pytest.mark.parametrize("method", ["dual_chunk", "string", "rerope"])
-def test_no_tensor_holds_the_scores_of_more_than_a_block_of_queries(method):
+def test_no_tensor_holds_the_scores_of_more_than_a_block_of_queries(method, bias):
     q, k, v = torch.randn(3, 1, 2, 2048, 4)
     position = build("rotary", Shape(2, 4, 8, 1024))
     with torch.no_grad(), LargestTensor() as largest:
-        attention_by_method(method_of(method, 1024), Text(position, q, k, v, Terms()))
-    assert BLOCK * 1024 < largest.elements <= 2 * BLOCK * 2048
+        attention_by_method(method_of(method, 1024), Text(position, q, k, v, Terms(bias)))
+    least = q.numel() if bias is None else BLOCK * 1024  # torch's kernel shows no scores
+    assert least <= largest.elements <= 2 * BLOCK * 2048
 
 
 def places_of_dual_chunks(length: int, chunk: int, limit: int) -> torch.Tensor:
@@ -382,13 +385,15 @@ def rotated_products(q, k, distance, *, features: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("method", ["dual_chunk", "string"])
 @pytest.mark.parametrize("rotary_pct", [1.0, 0.5])
-def test_positions_of_keys_follow_the_formula_of_the_paper(monkeypatch, method, rotary_pct):
-    """With grouped queries, slopes by distance, a sink and a cache, in blocks of 8 queries."""
+@pytest.mark.parametrize("slope", [1.0, 0.0])
+@torch.no_grad()
+def test_positions_of_keys_follow_the_formula_of_the_paper(monkeypatch, method, rotary_pct, slope):
+    """With grouped queries, slopes by distance or none, a sink and a cache, in small blocks."""
     monkeypatch.setattr(methods, "BLOCK", 8)
     length, queries = 57, 33
     q = torch.randn(2, 4, length, 8, dtype=torch.float64)
     k, v = torch.randn(2, 2, 2, length, 8, dtype=torch.float64)
-    parts = [{"rotary": {"rotary_pct": rotary_pct}}, "alibi"]
+    parts = [{"rotary": {"rotary_pct": rotary_pct}}, *(["alibi"] if slope else [])]
     position = build("sum", Shape(4, 8, 32, 48), parts=parts).double()
     options = {
         "dual_chunk": "chunk=11,limit=17,attention_factor=1.2",
@@ -406,7 +411,7 @@ def test_positions_of_keys_follow_the_formula_of_the_paper(monkeypatch, method, 
         distance = places_of_dual_chunks(length, 11, 17)
     wide_k, wide_v = (x.repeat_interleave(2, dim=1) for x in (k, v))
     products = rotated_products(q, wide_k, distance, features=int(8 * rotary_pct))
-    slopes = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8], dtype=torch.float64)
+    slopes = slope * torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8], dtype=torch.float64)
     scores = 1.2**2 * log_n[..., None] * products / math.sqrt(8)
     scores = scores - slopes[:, None, None] * distance
     scores = scores.masked_fill(back < 0, -math.inf)
