@@ -15,9 +15,10 @@ from megatron.attention.documents import (
     lengths_of_parts,
 )
 from megatron.attention.eager import eager
+from megatron.attention.flex import flex as flex
 from megatron.attention.sdpa import sdpa
 from megatron.attention.self_check import check
-from megatron.attention.terms import BlockScores, Content, Terms, with_sink
+from megatron.attention.terms import BlockScores, Content, Terms, check_lengths, with_sink
 from megatron.attention.triton_kernel import refusal as triton_refusal
 from megatron.attention.triton_kernel import triton_attention
 from megatron.errors import UserError
@@ -114,9 +115,7 @@ def attention(
                 f" {list(q.shape[:3])} and {list(k.shape[:3])}, with the same last dimension where"
                 " the rank is above one"
             )
-    for key, length in {"window": window, "chunk": chunk}.items():
-        if length is not None and length < 1:
-            raise UserError(f"{key}: {length} must be at least 1, or left out")
+    check_lengths(window=window, chunk=chunk)
 
     terms = Terms(
         bias,

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.errors import UserError
+
 BlockOfScores = Callable[[Sequence[Tensor], int, int], tuple[Tensor, Tensor, Tensor]]
 BlockScores = tuple[BlockOfScores, Sequence[Tensor]]
 """See `Position.block_scores`."""
@@ -156,6 +158,13 @@ class Terms:
 def _shifted(index_bias: IndexBias, start: int, query: Tensor, key: Tensor) -> Tensor:
     """An index bias by indices that are counted from `start` on."""
     return index_bias(query + start, key + start)
+
+
+def check_lengths(**lengths: int | None) -> None:
+    """Raises UserError for a window or chunk below 1."""
+    for key, length in lengths.items():
+        if length is not None and length < 1:
+            raise UserError(f"{key}: {length} must be at least 1, or left out")
 
 
 def with_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
