@@ -11,6 +11,11 @@ def main() -> None:
     """Become the script that the command line names."""
     paths = sorted([*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")])
     scripts = {path.stem.replace("_", "-"): path for path in paths}
+    if not (ROOT / "train.py").is_file():
+        sys.exit(
+            "megatron: the commands are scripts of the project's folder - run"
+            " pip install -e '.[train]' there"
+        )
     words = sys.argv[1:]
     verb = words[0].replace("_", "-") if words else ""
     if verb not in scripts:

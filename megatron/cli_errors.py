@@ -14,11 +14,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from types import TracebackType
 from typing import Any, ParamSpec
 
 from megatron.commit import commit
-from megatron.errors import UserError, cure, fault_in, in_words, visible
-from megatron.files import expanded
+from megatron.errors import UserError, cure, fault_in, in_words, missing_package, visible
+from megatron.files import ROOT, expanded
 
 HEAD_START = 5  # seconds in which the first process may report a fault that all have
 FAILED = 1
@@ -125,6 +126,8 @@ def explained(fault: Exception) -> str | None:
     in_file_of_user = fault_in(positions.FILES.values(), fault) if positions else None
     if in_file_of_user:
         return f"pos_emb_file: {in_file_of_user}"
+    if package := missing_package(fault):
+        return f"{command}: {package}"
     if isinstance(fault, OSError) and cure(fault):
         if fault.filename is not None:
             return f"{os.fsdecode(fault.filename)}: {reason} - {cure(fault)}"
@@ -157,3 +160,17 @@ def print_line(text: str) -> None:
     """Print to stderr, if there is one; names in the text cannot control the terminal."""
     with suppress(OSError):  # closed, full, or without a reader: the exit status still tells
         print(visible(text), file=sys.stderr, flush=True)
+
+
+def print_missing(
+    kind: type[BaseException], fault: BaseException, trace: TracebackType | None
+) -> None:
+    """Report a package that a script imports and that is not installed; the rest as Python does."""
+    if package := missing_package(fault):
+        print_line(f"{Path(sys.argv[0]).name}: {package}")
+    else:
+        sys.__excepthook__(kind, fault, trace)
+
+
+if Path(sys.argv[0]).resolve().is_relative_to(ROOT):  # a script of ours: not in other programs
+    sys.excepthook = print_missing

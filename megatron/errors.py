@@ -5,6 +5,7 @@ import errno
 import re
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 SPACE = "free some space, or choose another disk"
@@ -29,6 +30,25 @@ CURES = {
     errno.ESTALE: DEVICE,
 }
 """Cures of faults of disks and paths, by errno."""
+OF_TRAIN = {
+    "datasets",
+    "deepspeed",
+    "huggingface_hub",
+    "jinja2",
+    "markupsafe",
+    "matplotlib",
+    "psutil",
+    "pyarrow",
+    "rich",
+    "sentencepiece",
+    "tiktoken",
+    "tokenizers",
+    "tqdm",
+    "transformers",
+    "wandb",
+    "zstandard",
+}
+"""What we import and `pip install .` does not install: pyproject.toml's extra `train`."""
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 """Characters that tell a terminal what to do or turn the direction of a line."""
 
@@ -39,6 +59,27 @@ class UserError(ValueError):
     Entries print it as one message, without a traceback, and exit with status 1.
     The text says where, what, and how to fix it.
     """
+
+
+def missing_package(fault: BaseException) -> str | None:
+    """What is not installed, and what installs it; None for another fault."""
+    if not isinstance(fault, ModuleNotFoundError):
+        return None
+    package = str(fault.name).partition(".")[0]
+    if package not in OF_TRAIN:
+        return None
+    return f"{package} is not installed - pip install '.[train]' in the project's folder"
+
+
+@contextmanager
+def naming_extra(where: object) -> Iterator[None]:
+    """Raise UserError for a package that is not installed, with what installs it."""
+    try:
+        yield
+    except ModuleNotFoundError as fault:
+        if text := missing_package(fault):
+            raise UserError(f"{where}: {text}") from None
+        raise
 
 
 def cure(fault: Exception) -> str | None:

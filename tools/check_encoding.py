@@ -9,10 +9,6 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from megatron.cli_errors import command_parser, guarded
 from megatron.config.yaml_files import read_overrides
 from megatron.conformance.checks import examine
@@ -43,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     length = "seq_length of the model; most checks use texts of this length"
     add("--train_length", type=number(32, 2**17), default=Subject.train_length, help=length)
     arguments = parser.parse_args(argv)
+    import rich  # noqa: F401 - where it is not installed, before the checks and not after
+
     logging.basicConfig(level=logging.ERROR)
 
     sizes = (arguments.heads, arguments.head_dim, arguments.train_length)
@@ -61,6 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def report(heading: str, findings: Sequence[Finding]) -> int:
     """Print a table of the findings and what the verdicts mean; 1 if one fails, else 0."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)

@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
 
 from megatron.checkpoints.manifest import imported_class
 from megatron.checkpoints.read import load_for_evaluation
@@ -83,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         load_file(options.file)
     folder = options.output or Path("plots")
     compared: dict[str, Position] = {}  # in the figure of effective lengths
-    figures: dict[Path, Figure] = {}
+    figures = {}
     for run in options.checkpoint:  # what it has learned
         model, config, meta = load_for_evaluation(run, options.step)
         if is_compared:

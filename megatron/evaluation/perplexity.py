@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from megatron.errors import UserError
 from megatron.parallel.context import Context
 from megatron.parallel.grid import Grid
-from megatron.protocols import BLOCK, Windows, digits
+from megatron.protocols import BLOCK, Windows, digits, windows_of
 from megatron.results.row import Facts
 from megatron.results.statistics import mean_of, perplexity_of
 
@@ -23,6 +23,37 @@ DIGITS_OF_SHARES = 4
 
 class Refusal(Exception):
     """The reason why a model cannot compute a length."""
+
+
+def losses(model: Any, ids: Sequence[int], lengths: Sequence[int]) -> dict[int, np.ndarray]:
+    """Losses of the same targets at several lengths: each length -> [targets] float64, in nats.
+
+    model: from `open_model` or `from_config`; ids [tokens]: a text of the model's tokens
+    lengths: inputs of a window, each a divisor of the longest
+
+    The text is cut into windows of each length, as by the protocol equal_tokens. Targets are the
+    tokens 1, 2, … of the text, as many as whole windows of the longest length hold.
+    Raises UserError for other lengths, a text that is too short or of other tokens, and what the
+    model refuses.
+    """
+    longest = max(lengths, default=0)
+    if longest < 1 or any(length < 1 or longest % length for length in lengths):
+        raise UserError(f"lengths: {lengths} - give whole numbers, each a divisor of the longest")
+    text = np.asarray(ids)
+    if len(text) <= longest or not {*text.tolist()} <= {*range(model.vocab)}:
+        raise UserError(
+            f"ids: give more than {longest} tokens of 0 to {model.vocab - 1}, as the model's"
+            " tokenizer encodes a text"
+        )
+    targets = (len(text) - 1) // longest * longest
+    result = {}
+    try:
+        for length in lengths:
+            windows = windows_of([(0, text[: targets + 1])], length, length)
+            result[length] = np.concatenate(losses_of_targets(model, windows), axis=1)[0]
+    except Refusal as refusal:
+        raise UserError(f"lengths: {refusal}") from None
+    return result
 
 
 def measured(

@@ -13,14 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import (
-    RepetitionPenaltyLogitsProcessor,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from megatron.data.tokenizers.tokenizer import Tokenizer
-from megatron.errors import UserError
+from megatron.errors import UserError, naming_extra
 from megatron.model import GPT, Cache
 
 MOST = 2**24  # tokens: beyond, positions are not exact in float32
@@ -194,6 +189,41 @@ class Continuation:
             self.written.finish()
 
 
+def continuation(
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+) -> str:
+    """What a model writes behind a prompt; NUMBERS says what the settings mean.
+
+    Raises UserError for settings outside their bounds, for a tokenizer of more tokens than the
+    model has and for a text that is too long for it.
+    """
+    if tokenizer.vocab_size > model.vocab:
+        raise UserError(
+            f"tokenizer: has {tokenizer.vocab_size} tokens and the model {model.vocab} - give the"
+            " tokenizer that the model learned with"
+        )
+    settings = GenerationSettings(1.0, temperature, top_k, top_p, max_new_tokens, seed)
+    settings.check()
+    text = ""
+    training = model.training
+    model.eval()
+    try:
+        with naming_extra("top_k, top_p"):
+            for (step,) in continued(model, tokenizer, [prompt], settings):
+                text = step.written.text
+    finally:
+        model.train(training)
+    return text
+
+
 def continued(
     model: GPT, tokenizer: Tokenizer, prompts: Sequence[str], settings: GenerationSettings
 ) -> Iterator[list[Continuation]]:
@@ -278,6 +308,8 @@ def chosen(
         )
     scores = logits.double()
     if settings.repetition_penalty != 1:
+        from transformers import RepetitionPenaltyLogitsProcessor  # importing it takes seconds
+
         repetition: Any = RepetitionPenaltyLogitsProcessor(settings.repetition_penalty)
         rows = []
         for row, text in zip(scores, texts, strict=True):
@@ -292,8 +324,12 @@ def chosen(
     scores = (scores - scores.amax(dim=-1, keepdim=True)) / settings.temperature
     cuts: list[Any] = []
     if settings.top_k is not None:
+        from transformers import TopKLogitsWarper
+
         cuts.append(TopKLogitsWarper(settings.top_k))
     if settings.top_p is not None:
+        from transformers import TopPLogitsWarper
+
         cuts.append(TopPLogitsWarper(settings.top_p))
     for cut in cuts:
         scores = cut(None, scores)

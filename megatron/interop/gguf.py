@@ -12,8 +12,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from tokenizers import pre_tokenizers
-
 from megatron.data.tokenizers.hugging_face import BESIDE, WHOLE
 from megatron.errors import UserError, in_words
 from megatron.interop.families import FAMILIES, Family
@@ -144,6 +142,7 @@ def tokenizer_folder(source: Path) -> Iterator[Path]:
     if not is_gguf(source):
         yield source
         return
+    from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer  # only here: importing it takes seconds
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 

@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import tiktoken
 from numpy.typing import NDArray
-from sentencepiece import SentencePieceProcessor
-from sentencepiece.sentencepiece_model_pb2 import (  # its names are made when it is imported
-    ModelProto,  # pyright: ignore[reportAttributeAccessIssue]
-)
 
 from megatron.data.tokenizers.hugging_face import gpt2, hugging_face
 from megatron.data.tokenizers.tokenizer import (
@@ -26,7 +21,7 @@ from megatron.data.tokenizers.tokenizer import (
     naming_faults,
     read_bytes,
 )
-from megatron.errors import UserError, did_you_mean
+from megatron.errors import UserError, did_you_mean, naming_extra
 from megatron.files import ROOT
 
 
@@ -85,6 +80,8 @@ class Ranks(Tokenizer):
     name = "TiktokenTokenizer"
 
     def __init__(self, path: Path) -> None:
+        import tiktoken  # not everyone has the packages of other kinds
+
         stem = path.name.removesuffix(".tiktoken")
         is_own, _, pattern = stem.rpartition(".")
         known_patterns = published_ranks()
@@ -156,6 +153,13 @@ class SentencePieces(Tokenizer):
     name = "SPMTokenizer"
 
     def __init__(self, path: Path) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        # Its names are made when it is imported.
+        from sentencepiece.sentencepiece_model_pb2 import (
+            ModelProto,  # pyright: ignore[reportAttributeAccessIssue]
+        )
+
         content = read_bytes(path, "vocab_file")
         with naming_faults(f"vocab_file: {path} is not a SentencePiece model", "copy it again"):
             model = ModelProto.FromString(content)
@@ -217,7 +221,8 @@ def build_tokenizer(
 ) -> Tokenizer:
     """The tokenizer of a tokenizer_type.
 
-    Raises UserError for files that are missing, empty, swapped or of another kind.
+    Raises UserError for files that are missing, empty, swapped or of another kind, and where a
+    kind's package is not installed.
     """
     if kind not in KINDS:
         guess = did_you_mean(kind, KINDS)
@@ -235,7 +240,8 @@ def build_tokenizer(
             raise UserError(
                 f"{key}: {kind} does not read {path} - use tokenizer_type: {readers[0]}, which does"
             )
-    return build(*paths)
+    with naming_extra(kind):
+        return build(*paths)
 
 
 def needs_files(kind: str) -> bool:

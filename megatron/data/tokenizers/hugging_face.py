@@ -7,11 +7,10 @@ tokenizer.json, or a folder that holds one.
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import tokenizers
 from numpy.typing import NDArray
-from tokenizers import ByteLevelBPETokenizer, models, pre_tokenizers
 
 from megatron.data.tokenizers.tokenizer import (
     BREAK,
@@ -24,6 +23,9 @@ from megatron.data.tokenizers.tokenizer import (
     read_text,
 )
 from megatron.errors import UserError
+
+if TYPE_CHECKING:
+    import tokenizers
 
 WHOLE = "tokenizer.json"
 BESIDE = "tokenizer_config.json"  # of Hugging Face, beside tokenizer.json
@@ -42,7 +44,9 @@ MARKS_SPACES = (
 class Subwords(Tokenizer):
     """A tokenizer of the Hugging Face `tokenizers` library."""
 
-    def __init__(self, name: str, inner: tokenizers.Tokenizer, eod: int, fingerprint: str):
+    def __init__(self, name: str, inner: "tokenizers.Tokenizer", eod: int, fingerprint: str):
+        from tokenizers import models  # not everyone has it
+
         # A tokenizer.json may ask for these. Documents are never cut or padded here.
         inner.no_truncation()
         inner.no_padding()
@@ -192,6 +196,8 @@ def bytes_of_piece(piece: str) -> int:
 
 def gpt2(vocab_path: Path, merge_path: Path) -> Subwords:
     """The tokenizer of both files; UserError if they are damaged, swapped or of another kind."""
+    from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
+
     vocab_text = read_text(vocab_path, "vocab_file")
     merges_text = read_text(merge_path, "merge_file")
     vocab = as_json(vocab_text)
@@ -221,6 +227,8 @@ def hugging_face(path: Path) -> Subwords:
 
     UserError for anything else, and for damaged files.
     """
+    import tokenizers
+
     if path.is_dir():
         if not (path / WHOLE).is_file():
             raise UserError(
@@ -273,6 +281,6 @@ def hugging_face(path: Path) -> Subwords:
             " documents - take it out of the model's vocabulary and into added_tokens, or use its"
             " SentencePiece model (tokenizer_type: SPMTokenizer)"
         )
-    if isinstance(inner.model, models.BPE) and inner.model.unk_token is None:
+    if isinstance(inner.model, tokenizers.models.BPE) and inner.model.unk_token is None:
         inner.model.unk_token = NO_TOKEN
     return built

@@ -1,0 +1,192 @@
+"""`pip install .` installs what the public rooms need; commands name the extra that they need."""
+
+import ast
+import json
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+from megatron.errors import OF_TRAIN, UserError, missing_package, naming_extra
+from tests.checkpoints import checkpoint_of_bytes
+from tests.support import ROOT, run
+from tests.test_public_names import names_of_the_page
+from tests.test_repository import PRODUCT, imports, requirements, tree
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+LIGHT = [Requirement(text) for text in PROJECT["dependencies"]]
+EXTRAS = PROJECT["optional-dependencies"]
+IMPORTED_AS = {"pyyaml": "yaml"}
+BY_PYDANTIC = {"pydantic_core", "typing_extensions"}
+OPTIONAL = {
+    "accelerate",
+    "gguf",
+    "lm_eval",
+    "packaging",
+    "ray",
+    "submitit",
+    "triton",
+}  # own messages
+LIGHT_NAMES = {IMPORTED_AS.get(entry.name.lower(), entry.name.lower()) for entry in LIGHT}
+
+
+def test_the_extras_have_the_ranges_of_the_requirements_files():
+    train = [Requirement(text) for text in EXTRAS["train"]]
+    everything = requirements("requirements.txt")
+    assert sorted(map(str, LIGHT + train)) == sorted(map(str, everything))
+    of_developers = {entry.name: entry for entry in requirements("requirements-dev.txt")}
+    for text in EXTRAS["gguf"]:
+        entry = Requirement(text)
+        assert entry == of_developers[entry.name]
+
+
+def third_party(names):
+    tops = {name.split(".")[0] for name in names} - sys.stdlib_module_names
+    return tops - {"megatron"} - {Path(file).stem for file in PRODUCT}
+
+
+def imports_at_once(file):
+    """Dotted names of what a file imports when it is imported, not inside functions."""
+    names = set()
+    for node in tree(file).body:
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def files_of(name):
+    """The files that are run when a dotted name of ours is imported."""
+    words = name.split(".")
+    places = [Path(*words[: count + 1]) for count in range(len(words))]
+    candidates = [str(file) for place in places for file in (place / "__init__.py", f"{place}.py")]
+    return {file for file in candidates if file in PRODUCT}
+
+
+def test_the_public_rooms_import_what_is_declared_and_all_of_it():
+    files, waiting = set(), set().union(*map(files_of, names_of_the_page()))
+    while waiting:
+        file = waiting.pop()
+        files.add(file)
+        ours = [name for name in imports_at_once(file) if name.startswith("megatron")]
+        waiting |= set().union(*map(files_of, ours)) - files
+    assert {"megatron/interop/open.py", "megatron/checkpoints/read.py"} <= files
+    imported = third_party(set().union(*map(imports_at_once, files)))
+    assert not imported & OF_TRAIN
+    in_functions = third_party(imports("megatron/results/__init__.py"))
+    assert (imported | in_functions) - BY_PYDANTIC == LIGHT_NAMES
+
+
+def test_every_other_package_is_one_of_the_extra():
+    imported = third_party(set().union(*map(imports, PRODUCT)))
+    assert imported - LIGHT_NAMES - BY_PYDANTIC - OPTIONAL == OF_TRAIN
+    names = {canonicalize_name(Requirement(text).name) for text in EXTRAS["train"]}
+    unused = {"lm-dataformat", "tensorboard"}  # of tests, and by torch itself
+    brought = {"markupsafe", "pyarrow"}  # by Jinja2 and datasets
+    assert {canonicalize_name(name) for name in OF_TRAIN - brought} == names - unused
+
+
+def test_encodings_and_attention_load_no_package_but_torch():
+    code = (
+        "import sys, torch; before = {*sys.modules}; import megatron.positions, megatron.attention;"
+        "print(*sorted({name.partition('.')[0] for name in {*sys.modules} - before}))"
+    )
+    loaded = {*run("-c", code).stdout.split()}
+    assert loaded - sys.stdlib_module_names <= {"megatron", "torch"}
+    assert "megatron" in loaded
+
+
+@pytest.fixture(scope="module")
+def light(tmp_path_factory):
+    """Runs commands of a folder with a checkpoint, as after `pip install .`."""
+    folder = tmp_path_factory.mktemp("light")
+    settings = ["num_layers=1", "hidden_size=32", "num_attention_heads=4", "seq_length=64"]
+    checkpoint_of_bytes(folder / "runs/mep", *settings)
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    theirs = GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=64, intermediate_size=32, **sizes))
+    theirs.save_pretrained(folder / "models/neox")
+
+    def results_of(commands):
+        done = run(ROOT / "tests/light_install.py", json.dumps(commands), cwd=folder)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return results_of
+
+
+def message(script, package):
+    name = Path(script).name
+    return f"{name}: {package} is not installed - pip install '.[train]' in the project's folder\n"
+
+
+def test_a_command_without_its_packages_names_the_extra(light):
+    scripts = [str(path) for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")])]
+    results = light([[script, "--help"] for script in scripts])
+    working = set()
+    for script, (status, output, errors) in zip(scripts, results, strict=True):
+        if status == 0:
+            assert "usage:" in output
+            assert errors == ""
+            working.add(Path(script).name)
+        else:
+            assert status == 1
+            assert errors in {message(script, package) for package in OF_TRAIN}
+    assert working == {
+        *("check_encoding.py", "claims.py", "compare.py", "doctor.py", "document_commands.py"),
+        *("generate.py", "import_checkpoint.py", "inspect_checkpoint.py", "inspect_data.py"),
+        *("merge_data.py", "migrate_config.py", "probe.py"),
+    }
+
+
+def test_a_step_without_its_package_names_the_extra(light):
+    generate = [str(ROOT / "generate.py"), "--checkpoint", "runs/mep", "--prompt", "Every token"]
+    bytes_of_text = ["tokenizer_type=CharLevelTokenizer", "--max-new-tokens", "4"]
+    imported = [str(ROOT / "tools/import_checkpoint.py"), "models/neox", "-o", "runs/neox"]
+    checked = [str(ROOT / "tools/check_encoding.py"), "rotary"]
+    works, *others = light(
+        [
+            [*generate, *bytes_of_text],
+            [*generate, *bytes_of_text, "--top-k", "4"],
+            imported,
+            checked,
+        ]
+    )
+    assert works[0] == 0, works
+    packages = ["transformers", "transformers", "rich"]
+    scripts = ["generate.py", "import_checkpoint.py", "check_encoding.py"]
+    assert [result[0] for result in others] == [1, 1, 1]
+    for (_, _, errors), script, package in zip(others, scripts, packages, strict=True):
+        assert errors.endswith(message(script, package))
+        assert "Traceback" not in errors
+
+
+def test_functions_of_the_page_name_the_extra():
+    fault = ModuleNotFoundError("No module named 'deepspeed.ops'", name="deepspeed.ops")
+    assert missing_package(fault).startswith("deepspeed is not installed - pip install '.[train]'")
+    named = pytest.raises(UserError, match=r"^models/neox: deepspeed is not installed - pip inst")
+    with named, naming_extra("models/neox"):
+        raise fault
+    other = ModuleNotFoundError("No module named 'mine'", name="mine")
+    assert missing_package(other) is None
+    with pytest.raises(ModuleNotFoundError, match="mine"), naming_extra("models/neox"):
+        raise other
+    assert missing_package(ValueError("deepspeed")) is None
+
+
+def test_an_installation_without_the_projects_folder_says_where_its_commands_are(tmp_path):
+    (tmp_path / "megatron").mkdir()
+    script = Path(shutil.copy(ROOT / "megatron/__main__.py", tmp_path / "megatron"))
+    done = run(script, "compare")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "megatron: the commands are scripts of the project's folder - run pip install -e '.[train]'"
+        " there\n"
+    )
