@@ -1,0 +1,251 @@
+"""The recipe for nanoGPT, as it stands on the page, in a small model with nanoGPT's names."""
+
+import importlib.util
+import math
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from tests.encodings import HOOKS
+from tools.check_recipe import CODE, PAGE, TRIED
+
+# Written for this test: what the recipe reads of a nanoGPT, with its names.
+MODEL = """
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.n_head = config.n_head
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.resid_dropout = nn.Dropout(0.0)
+
+    def forward(self, x):
+        fused = self.c_attn(x).unflatten(2, (3, self.n_head, -1)).movedim(2, 0).transpose(2, 3)
+        y = F.scaled_dot_product_attention(*fused, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.norm = nn.LayerNorm(config.n_embd)
+        self.attn = Attention(config)
+
+    def forward(self, x):
+        return x + self.attn(self.norm(x))
+
+
+@dataclass
+class GPTConfig:
+    block_size: int
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_embd: int
+
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        parts = {
+            "wte": nn.Embedding(config.vocab_size, config.n_embd),
+            "wpe": nn.Embedding(config.block_size, config.n_embd),
+            "h": nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+        }
+        self.transformer = nn.ModuleDict(parts)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+
+    def forward(self, idx, targets=None):
+        x = self.transformer.wte(idx) + self.transformer.wpe.weight[: idx.shape[1]]
+        for block in self.transformer.h:
+            x = block(x)
+        logits = self.lm_head(x)
+        return logits, F.cross_entropy(logits.view(-1, logits.shape[2]), targets.view(-1))
+
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        learned = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(learned, learning_rate, betas, weight_decay=weight_decay)
+"""
+LENGTH, HEADS, HIDDEN = 24, 4, 64
+TEXT = torch.arange(2 * LENGTH).view(2, LENGTH) * 7 % 50
+
+
+@pytest.fixture
+def copy(tmp_path):
+    (tmp_path / "model.py").write_text(MODEL)
+    return tmp_path
+
+
+@pytest.fixture
+def gpt(copy):
+    """A model in float64 whose learned positions are zero already."""
+    spec = importlib.util.spec_from_file_location("nanogpt_for_a_test", copy / "model.py")
+    theirs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(theirs)
+    torch.manual_seed(0)
+    model = theirs.GPT(theirs.GPTConfig(LENGTH, 50, 2, HEADS, HIDDEN)).double()
+    nn.init.zeros_(model.transformer.wpe.weight)
+    return model
+
+
+def recipe(section="nanoGPT"):
+    shared, *sections = PAGE.read_text().split("\n## ")
+    (text,) = [text for text in sections if text.startswith(f"{section}\n")]
+    names = {}
+    for block in CODE.findall(shared + text):
+        exec(compile(block, PAGE, "exec"), names)
+    return names
+
+
+def logits_by_formula(gpt, bias_of):
+    """The model's logits with a bias [batch, heads, queries, keys] of each layer's input."""
+
+    def forward(attention, x):
+        parts = attention.c_attn(x).chunk(3, dim=2)
+        q, k, v = (part.unflatten(2, (HEADS, -1)).transpose(1, 2) for part in parts)
+        scores = q @ k.mT / math.sqrt(HIDDEN // HEADS) + bias_of(attention.encoding, x)
+        later = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        y = scores.masked_fill(later, -math.inf).softmax(-1) @ v
+        return attention.c_proj(y.transpose(1, 2).flatten(2))
+
+    x = gpt.transformer.wte(TEXT)
+    for block in gpt.transformer.h:
+        x = x + forward(block.attn, block.norm(x))
+    return gpt.lm_head(x)
+
+
+def kerple(encoding, x):
+    distance = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    p, a = encoding.p[:, None, None].double(), encoding.a[:, None, None].double()
+    return -p * torch.log(1 + a * distance.clamp(min=0))
+
+
+def forget(encoding, x):
+    gates = torch.sigmoid(x @ encoding.weight.mT.double() + encoding.bias.double())
+    sums = gates.log().cumsum(1).mT  # [batch, heads, length]
+    return sums[..., :, None] - sums[..., None, :]
+
+
+@pytest.mark.parametrize(("name", "bias_of"), [("kerple_log", kerple), ("fox", forget)])
+def test_logits_and_gradients_are_those_of_the_papers_formula(gpt, name, bias_of):
+    recipe()["use"](gpt, name)
+    gpt.double()
+    numbers = {path: value for path, value in gpt.named_parameters() if "encoding." in path}
+    with torch.no_grad():
+        for value in numbers.values():
+            value.uniform_(0.1, 1.0)
+    expected = logits_by_formula(gpt, bias_of)
+    logits = gpt(TEXT, TEXT)[0]
+    torch.testing.assert_close(logits, expected)
+
+    weights = torch.randn(logits.shape, dtype=torch.float64)
+    expected_gradients = torch.autograd.grad(expected, list(numbers.values()), weights)
+    gradients = torch.autograd.grad(logits, list(numbers.values()), weights)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        assert expected_gradient.abs().max() > 0
+        torch.testing.assert_close(gradient, expected_gradient)
+
+
+def test_numbers_of_an_encoding_are_in_the_optimizer_and_the_checkpoint(gpt):
+    recipe()["use"](gpt, "kerple_log")
+    optimizer = gpt.configure_optimizers(0.1, 1e-3, (0.9, 0.95), "cpu")
+    updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    encoding = gpt.transformer.h[0].attn.encoding
+    assert gpt.transformer.h[1].attn.encoding is encoding
+    assert {id(encoding.p), id(encoding.a)} <= updated
+    assert id(gpt.transformer.wpe.weight) not in updated
+    assert "transformer.h.0.attn.encoding.p" in gpt.state_dict()
+
+
+def test_encodings_with_hooks_that_the_recipe_does_not_call_are_refused_by_name(gpt):
+    use, refused = recipe()["use"], {}
+    for name in ("alibi", "none", "rotary", "cope", "fire", "path", "learned", "rope_pp"):
+        try:
+            use(gpt, name)
+        except ValueError as fault:
+            refused[name] = str(fault)
+    assert refused == {
+        "cope": "cope: this recipe does not call ['on_scores']",
+        "fire": "fire: this recipe does not call ['index_bias']",
+        "path": "path: this recipe does not call ['block_scores']",
+        "learned": "learned: this recipe does not call ['on_embeddings']",
+        "rope_pp": "rope_pp: this recipe does not call heads_per_query",
+    }
+
+
+def test_a_recipe_knows_every_hook_of_an_encoding():
+    called = {"distance_bias", "distance_weight", "on_queries_keys_at"}
+    assert {*recipe()["HOOKS"]} | called == {*HOOKS}
+
+
+@pytest.mark.parametrize("section", ["nanoGPT", "nanochat", "litgpt", "torchtitan", "Megatron-LM"])
+def test_every_section_names_what_was_tried_and_defines_a_recipe_and_its_trial(section):
+    text = PAGE.read_text().split(f"\n## {section}\n")[1].split("\n## ")[0]
+    assert len(TRIED.findall(text)) == 1
+    assert {"use", "trial"} <= recipe(section).keys()
+
+
+@pytest.mark.parametrize("encoding", ["kerple_log", "fox"])
+def test_the_command_trains_both_and_says_how_far_the_encoding_moved(forks, copy, encoding):
+    words = ["tools/check_recipe.py", "nanogpt", copy, "--encoding", encoding]
+    done = forks.run(*words)
+    assert done.returncode == 0, done.stderr
+    moved = re.findall(
+        r"^transformer\.h\.\d\.attn\.encoding\.\w+ moved by up to (\S+)$", done.stdout, re.M
+    )
+    assert len(moved) == (2 if encoding == "kerple_log" else 4)  # shared, and a layer's own
+    assert all(float(distance) > 1e-3 for distance in moved)
+    rows = [line.split() for line in done.stdout.splitlines() if re.match(r" +\d", line)]
+    assert [int(step) for step, *_ in rows] == list(range(1, 21))
+    for column in (1, 2):
+        first, last = float(rows[0][column]), float(rows[-1][column])
+        assert abs(first - math.log(256)) < 0.5
+        assert last < 4.0
+    assert rows[-1][1] != rows[-1][2]
+
+
+def fault(forks, *words):
+    done = forks.run("tools/check_recipe.py", *words)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+TRIED_WITH = "the recipe was tried with kerple_log at 3adf61e of karpathy/nanoGPT"
+
+
+def test_a_folder_of_something_else_is_named_with_the_file_that_it_lacks(forks, tmp_path):
+    message = f"{tmp_path}: model.py is missing - name a copy of karpathy/nanoGPT\n"
+    assert fault(forks, "nanogpt", tmp_path) == message
+
+
+def test_another_commit_is_named_with_what_is_missing(forks, copy):
+    (copy / "model.py").write_text(MODEL.replace("c_attn", "qkv"))
+    message = fault(forks, "nanogpt", copy)
+    assert f"{copy}: AttributeError(" in message
+    assert "no attribute 'c_attn'" in message
+    assert TRIED_WITH in message
+
+
+def test_a_package_that_the_trainer_needs_is_named(forks, copy):
+    (copy / "model.py").write_text("import a_package_of_theirs\n")
+    message = fault(forks, "nanogpt", copy)
+    assert "No module named 'a_package_of_theirs'" in message
+    assert f"{TRIED_WITH}, with what that requires\n" in message
+
+
+def test_an_encoding_that_a_recipe_does_not_cover_is_named(forks, copy):
+    message = fault(forks, "nanogpt", copy, "--encoding", "cope")
+    assert "cope: this recipe does not call ['on_scores']" in message
+    message = fault(forks, "nanogpt", copy, "--encoding", "kerple_lag")
+    assert "no encoding is called 'kerple_lag'; did you mean kerple_log?" in message
