@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.checkpoints.manifest import (
     SETTINGS,
@@ -105,7 +105,7 @@ def tensors_of(file: Path) -> Iterator[tuple[str, Tensor]]:
             yield name, opened.get_tensor(name)
 
 
-def fill(model: GPT, weights: Iterable[tuple[str, Tensor]]) -> None:
+def fill(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Give a model all its weights, float32, by their names.
 
     Raises ValueError for one that is missing, left over, or of another shape or type.

@@ -31,6 +31,9 @@ SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention
 BASE, SHARE = "rope_theta", "partial_rotary_factor"
 PROPORTIONAL = "proportional"  # a rope_type
 ROOT_OF_WIDTH = "sqrt(hidden_size)"
+ENCODING, OPTIONS = "pos_emb", "pos_emb_args"
+"""Keys in a config.json of a model that `use` gave an encoding of ours."""
+IN_TRUNK = "encodings."  # its parameters in such a model
 TRAINING_ALONE = (
     "seq_length",
     "hidden_dropout",
@@ -81,6 +84,7 @@ class Family:
     def known_keys(self) -> set[str]:
         """Keys of config.json that this family reads, those of its section as `flat` has them."""
         keys = {*self.keys, *self.only, *self.layered, *self.unused, *self.position_keys}
+        keys |= {ENCODING, OPTIONS}
         if self.dimensions:
             return keys | {"vocab_size", self.dimensions}
         return keys | {"vocab_size", *(TABLE["rope_keys"] if self.turns else ())}
@@ -214,7 +218,10 @@ class Family:
 
     def configuration(self, config: Mapping[str, Any]) -> Config:
         """The configuration of the model that a config.json describes."""
-        words = [f"{key}={json.dumps(value)}" for key, value in self.settings_of(config).items()]
+        settings = self.settings_of(config)
+        if ENCODING in config:
+            settings |= {key: config[key] for key in (ENCODING, OPTIONS)}
+        words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
         try:
             return load([], [*words, f"make_vocab_size_divisible_by={config['vocab_size']}"])
         except UserError as fault:

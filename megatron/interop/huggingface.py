@@ -4,6 +4,7 @@ import logging
 import re
 from collections.abc import Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from megatron.errors import UserError, in_words
 from megatron.files import read_small
 from megatron.interop import gguf
 from megatron.interop.families import (
+    ENCODING,
     FAMILIES,
     IGNORED_HF_KEYS,
+    IN_TRUNK,
     Family,
     each_weight,
     write_weights,
@@ -55,6 +58,9 @@ def open_folder(folder: Path) -> tuple[GPT, Config, Any]:
         gguf.check_tensors(folder, parameters(config, vocab).whole)
     loaded, program = load_class(folder, family, theirs)
     weights = loaded.state_dict()
+    prefix = family.trunk + IN_TRUNK
+    names = [name for name in weights if name.startswith(prefix)]
+    encodings = {f"positions.{name.removeprefix(prefix)}": weights.pop(name) for name in names}
     embedding = loaded.get_input_embeddings().weight
     head = weights.pop("lm_head.weight")
     is_tied = head.data_ptr() == embedding.data_ptr() or torch.equal(head, embedding)
@@ -72,7 +78,8 @@ def open_folder(folder: Path) -> tuple[GPT, Config, Any]:
     unread = sorted(weights.keys() - write_weights(family, shapes, architecture).keys())
     if unread:
         raise UserError(f"{folder}: {program} has {', '.join(unread[:8])}, which are not read here")
-    fill(model, each_weight(family, StoredWeights(folder, weights), architecture))
+    read = each_weight(family, StoredWeights(folder, weights), architecture)
+    fill(model, chain(read, encodings.items()))
     return model.eval(), config, loaded
 
 
@@ -136,10 +143,15 @@ def load_class(folder: Path, family: Family, settings: dict[str, Any]) -> tuple[
             " config.json, or copy all weights beside it again; transformers' save_pretrained"
             " writes those of a pytorch_model.bin anew"
         ) from None
-    faults = [f"{name} missing" for name in report["missing_keys"]]
+    if ENCODING in settings:
+        from megatron.interop.in_transformers import use  # which imports this module
+
+        use(loaded)
+    weights = loaded.state_dict()
+    faults = [f"{name} missing" for name in report["missing_keys"] if name in weights]
     for name in report["unexpected_keys"]:
         is_old = name.endswith(".masked_bias")  # a fixed tensor of old files
-        if not is_old and not name.startswith(tuple(family.beside)):
+        if not is_old and name not in weights and not name.startswith(tuple(family.beside)):
             faults.append(f"{name} left over")
     for name, shape, expected in report["mismatched_keys"]:
         faults.append(f"{name} {list(shape)}, not {list(expected)}")

@@ -143,6 +143,59 @@ def normalisation(features: int, model: Architecture) -> nn.Module:
     return nn.LayerNorm(features, epsilon, learned, bias=model.use_bias_in_norms)
 
 
+def attend_with_encoding(
+    q: Tensor, k: Tensor, v: Tensor, x: Tensor, inputs: AttentionInputs, sink: Tensor | None = None
+) -> Tensor:
+    """The output of a layer's attention, in which its encoding acts on what the layer projects.
+
+    q [batch, heads, length, head_dim], k, v [batch, key heads, length, head_dim] of the new tokens,
+    x [batch, length, hidden] the attention's input; sink: see `attention`
+    -> [batch, heads, length - first_query, head_dim]
+    """
+    position, documents, method = inputs.position, inputs.documents, inputs.method
+    if documents is not None and documents.restart and not position.by_distance:
+        q, k = by_document(position.on_queries_keys, (q, k), documents)
+    elif method is None:
+        q, k = position.on_queries_keys(q, k, inputs.start)
+    memory = {} if inputs.cache is None else inputs.cache.memory
+    q, k = position.on_queries_keys_by_content(q, k, x, memory)
+    if inputs.query_scale is not None and method is None:
+        q = (q * inputs.query_scale[..., None]).to(q.dtype)
+    scores = on_scores = content = None
+    if position.has("block_scores"):
+        scores = position.block_scores(q, k, x, memory)
+    if inputs.cache is not None:
+        k, v = inputs.cache.append(k, v)
+    if position.has("on_scores"):
+        on_scores = partial(position.on_scores, x=x, memory=memory)
+    if position.has("score_bias"):
+        content = Content.of(position.score_bias(x, memory), x.shape[1])
+    terms = replace(
+        inputs.terms,
+        segments=None if documents is None else documents.numbers,
+        index_bias=position.index_bias if position.has("index_bias") else None,
+        on_scores=on_scores,
+        content=content,
+        scores=scores,
+        sink=sink,
+    )
+    query_scale, unread = inputs.query_scale, inputs.first_query
+    if unread and scores is None and on_scores is None:
+        later, all_keys = slice(unread, None), slice(None)
+        q, terms, unread = q[:, :, later], terms.part(later, all_keys), 0
+        query_scale = None if query_scale is None else query_scale[..., later]
+    if method is None:
+        group = q.shape[1] // k.shape[1]
+        k = for_each_query_head(k, group)
+        v = for_each_query_head(v, group)
+        run = attend if inputs.context is None else inputs.context.attend
+        out = run(q, k, v, terms, inputs.backend, self_check=inputs.self_check)
+    else:
+        assert inputs.context is None  # evaluation refuses it
+        out = method.attend(Text(position, q, k, v, terms, query_scale))
+    return out[:, :, unread:]
+
+
 class SelfAttention(nn.Module):
     """Causal self-attention, with keys and values that groups of query heads share.
 
@@ -159,7 +212,6 @@ class SelfAttention(nn.Module):
         super().__init__()
         hidden, width = model.hidden_size, model.attention_width
         self.key_heads = model.key_heads
-        self.group = model.num_attention_heads // model.key_heads
         self.features = model.features_of_head
         self.widths = model.widths_of_key_head
         self.gated = model.attention_gate is not None
@@ -203,47 +255,9 @@ class SelfAttention(nn.Module):
         q, k, v = (part.flatten(2, 3).transpose(1, 2) for part in (q, k, v))
         q = for_each_query_head(q, self.heads_per_query)
 
-        position, documents, method = inputs.position, inputs.documents, inputs.method
-        if documents is not None and documents.restart and not position.by_distance:
-            q, k = by_document(position.on_queries_keys, (q, k), documents)
-        elif method is None:
-            q, k = position.on_queries_keys(q, k, inputs.start)
-        memory = {} if inputs.cache is None else inputs.cache.memory
-        q, k = position.on_queries_keys_by_content(q, k, x, memory)
-        if inputs.query_scale is not None and method is None:
-            q = (q * inputs.query_scale[..., None]).to(q.dtype)
-        scores = on_scores = content = None
-        if position.has("block_scores"):
-            scores = position.block_scores(q, k, x, memory)
-        if inputs.cache is not None:
-            k, v = inputs.cache.append(k, v)
-        if position.has("on_scores"):
-            on_scores = partial(position.on_scores, x=x, memory=memory)
-        if position.has("score_bias"):
-            content = Content.of(position.score_bias(x, memory), length)
-        terms = replace(
-            inputs.terms,
-            segments=None if documents is None else documents.numbers,
-            index_bias=position.index_bias if position.has("index_bias") else None,
-            on_scores=on_scores,
-            content=content,
-            scores=scores,
-            sink=x.new_zeros(self.heads) if self.off_by_one else self.softmax_offset,
-        )
-        query_scale, unread = inputs.query_scale, inputs.first_query
-        if unread and scores is None and on_scores is None:
-            later, all_keys = slice(unread, None), slice(None)
-            q, terms, unread = q[:, :, later], terms.part(later, all_keys), 0
-            query_scale = None if query_scale is None else query_scale[..., later]
-        if method is None:
-            k = for_each_query_head(k, self.group)
-            v = for_each_query_head(v, self.group)
-            run = attend if inputs.context is None else inputs.context.attend
-            out = run(q, k, v, terms, inputs.backend, self_check=inputs.self_check)
-        else:
-            assert inputs.context is None  # evaluation refuses it
-            out = method.attend(Text(position, q, k, v, terms, query_scale))
-        out = out[:, :, unread:].transpose(1, 2)  # [batch, queries, heads, head_dim]
+        sink = x.new_zeros(self.heads) if self.off_by_one else self.softmax_offset
+        out = attend_with_encoding(q, k, v, x, inputs, sink)
+        out = out.transpose(1, 2)  # [batch, queries, heads, head_dim]
         if self.gated:
             gate = gate[:, inputs.first_query :].reshape(batch, *out.shape[1:3], -1)
             out = out * gate.sigmoid()

@@ -1,6 +1,6 @@
 """The GPT of the papers. The encoding takes part through its hooks only."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -44,6 +44,76 @@ class LayerPlan:
     window: int | None
     method: Method | None
     backend: str
+
+
+def prepare(positions: Iterable[Position], earlier: int, length: int) -> None:
+    """Prepare encodings for a text of `length`, of which `earlier` tokens are cached.
+
+    Raises UserError if the cached keys do not serve this text.
+    """
+    for position in positions:
+        position.prepare(length)
+        if earlier:
+            position.check_cached(earlier, length)
+
+
+def with_positions(
+    position: Position, x: Tensor, start: int, documents: Documents | None
+) -> Tensor:
+    """What an encoding makes of embeddings from `start` on: [batch, tokens, hidden] -> same."""
+    if documents is not None and documents.restart and position.has("on_embeddings"):
+        (x,) = by_document(lambda *part: (position.on_embeddings(*part),), (x,), documents)
+        return x
+    return position.on_embeddings(x, start)
+
+
+def attention_inputs(
+    plans: Iterable[LayerPlan],
+    settings: AttentionSettings,
+    new: slice,
+    length: int,
+    documents: Documents | None,
+) -> dict[LayerPlan, AttentionInputs]:
+    """What the layers of each plan read beside x; tables are computed once per encoding.
+
+    new: the places of the tokens that are computed, in a text of `length`
+    """
+    tables: dict[Position, tuple[Tensor | None, Tensor | None]] = {}
+    inputs: dict[LayerPlan, AttentionInputs] = {}
+    for plan in dict.fromkeys(plans):
+        position, method = plan.position, plan.method
+        if position not in tables:
+            columns = length if method is None else method.table_length(length)
+            tables[position] = (
+                settings.table(position.distance_bias(columns)),
+                settings.table(position.distance_weight(columns)),
+            )
+        chunk = max(1, position.shape.train_length // 2) if settings.blockwise else None
+
+        # What multiplies the queries, by how many keys each attends to.
+        scale = None
+        if settings.logn_scale or position.has("score_scale"):
+            window, sinks = plan.window, None
+            if method is not None:
+                window, sinks = method.visible(window)
+            query = torch.arange(new.start, new.stop, device=position.origin.device)
+            first = None if documents is None else query - documents.places
+            count = visible_keys(query, window, chunk, sinks=sinks, begin=first)
+            scale = position.score_scale(count)
+            if settings.logn_scale:
+                log_n = position.log_n_scale(count)[..., None, :]
+                scale = log_n if scale is None else scale * log_n
+        inputs[plan] = AttentionInputs(
+            position,
+            Terms(*tables[position], plan.window, chunk),
+            plan.backend,
+            settings.attention_self_check,
+            method=method,
+            start=new.start,
+            query_scale=scale,
+            documents=documents,
+        )
+    return inputs
 
 
 class GPT(nn.Module):
@@ -150,10 +220,7 @@ class GPT(nn.Module):
             raise UserError(f"ids: {list(ids.shape)} must be [batch, length]")
         start = 0 if cache is None else cache.length
         length = start + ids.shape[1]  # of the whole text
-        for position in self._positions:
-            position.prepare(length)
-            if start:
-                position.check_cached(start, length)
+        prepare(self._positions, start, length)
         if cache is not None and not cache.layers:
             cache.layers = [LayerCache() for _ in self.layers]
         documents = None
@@ -179,24 +246,23 @@ class GPT(nn.Module):
             x = x * self.embedding_scale
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
-        acts_on_embeddings = self.position.has("on_embeddings")
-        if documents is not None and documents.restart and acts_on_embeddings:
-            embed = self.position.on_embeddings
-            (x,) = by_document(lambda *part: (embed(*part),), (x,), documents)
-        else:
-            x = self.position.on_embeddings(x, start)
+        x = with_positions(self.position, x, start, documents)
         x = F.dropout(x, self.dropout, self.training)
         count = x.shape[1]
-        inputs_of_layers = self._attention_inputs(start, count, length, cache, documents)
-        last = inputs_of_layers[-1]
-        if first and isinstance(last, AttentionInputs):
-            inputs_of_layers[-1] = replace(last, first_query=first)
+        new = slice(start, start + count)
+        inputs = attention_inputs(self.plans.values(), self.attention, new, length, documents)
         recompute = self.checkpoint_activations and torch.is_grad_enabled()
-        for block, inputs in zip(self.layers, inputs_of_layers, strict=True):
+        for layer, block in enumerate(self.layers):
+            layer_cache = None if cache is None else cache.layers[layer]
+            read: AttentionInputs | LayerCache | None = layer_cache
+            if layer in self.plans:
+                read = replace(inputs[self.plans[layer]], cache=layer_cache, context=self.context)
+                if layer == len(self.layers) - 1:
+                    read = replace(read, first_query=first)
             if recompute:
-                x = cast(Tensor, checkpoint(block, x, inputs, use_reentrant=False))
+                x = cast(Tensor, checkpoint(block, x, read, use_reentrant=False))
             else:
-                x = block(x, inputs)
+                x = block(x, read)
         if cache is not None:
             cache.length = length
         x = self.norm(x[:, x.shape[1] - (count - first) :])
@@ -212,73 +278,6 @@ class GPT(nn.Module):
             last_query = weight.new_zeros(1, shape.heads, 1, shape.head_dim)
             position.on_queries_keys(last_query, last_query, length - 1)
         self.position.on_embeddings(last_token, length - 1)
-
-    def _attention_inputs(
-        self,
-        start: int,
-        count: int,
-        length: int,
-        cache: Cache | None,
-        documents: Documents | None,
-    ) -> list[AttentionInputs | LayerCache | None]:
-        """What each layer reads beside x; tables are computed once per encoding.
-
-        start, count: the place of x's first token, and how many it has; length: of the whole text
-        """
-        settings = self.attention
-        query = torch.arange(start, start + count, device=self.word_embeddings.weight.device)
-        tables: dict[Position, tuple[Tensor | None, Tensor | None]] = {}
-        inputs: dict[LayerPlan, AttentionInputs] = {}
-        chunk = max(1, self.train_length // 2) if settings.blockwise else None
-        for plan in dict.fromkeys(self.plans.values()):
-            position, method = plan.position, plan.method
-            if position not in tables:
-                columns = length if method is None else method.table_length(length)
-                tables[position] = (
-                    settings.table(position.distance_bias(columns)),
-                    settings.table(position.distance_weight(columns)),
-                )
-            terms = Terms(*tables[position], plan.window, chunk)
-            inputs[plan] = AttentionInputs(
-                position,
-                terms,
-                plan.backend,
-                settings.attention_self_check,
-                method=method,
-                start=start,
-                query_scale=self._query_scale(plan, chunk, query, documents),
-                documents=documents,
-                context=self.context,
-            )
-        inputs_of_layers: list[AttentionInputs | LayerCache | None] = []
-        for layer in range(len(self.layers)):
-            layer_cache = None if cache is None else cache.layers[layer]
-            if layer in self.plans:
-                inputs_of_layers.append(replace(inputs[self.plans[layer]], cache=layer_cache))
-            else:
-                inputs_of_layers.append(layer_cache)
-        return inputs_of_layers
-
-    def _query_scale(
-        self, plan: LayerPlan, chunk: int | None, query: Tensor, documents: Documents | None
-    ) -> Tensor | None:
-        """What multiplies the queries of such layers, by how many keys each attends to.
-
-        query [queries]: indices -> [heads or 1, queries], or with a batch before it; or None
-        """
-        logn_scale, position = self.attention.logn_scale, plan.position
-        if not logn_scale and not position.has("score_scale"):
-            return None
-        window, sinks = plan.window, None
-        if plan.method is not None:
-            window, sinks = plan.method.visible(window)
-        begin = None if documents is None else query - documents.places
-        count = visible_keys(query, window, chunk, sinks=sinks, begin=begin)
-        scale = position.score_scale(count)
-        if logn_scale:
-            log_n = position.log_n_scale(count)[..., None, :]
-            scale = log_n if scale is None else scale * log_n
-        return scale
 
     def losses(self, x: Tensor, labels: Tensor) -> Tensor:
         """Cross entropy of each token in float32.

@@ -1,0 +1,238 @@
+"""Encodings of ours in models of transformers, in place of their own positions.
+
+Such a model stays one of its class. It turns nothing, or adds no learned positions, and a function
+that transformers calls for attention (`AttentionInterface`) computes ours. Two hooks of torch bring
+what an encoding reads beside queries, keys and values: the one before the trunk computes tables for
+all layers, the one before each attention hands over its input and its cache.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from megatron.checkpoints.read import fill
+from megatron.errors import UserError
+from megatron.interop.families import ENCODING, FAMILIES, IN_TRUNK, OPTIONS
+from megatron.interop.huggingface import StoredWeights
+from megatron.interop.modeling_positions_gpt import rows_by_padding
+from megatron.interop.open import local_folder
+from megatron.model import AttentionSettings, positions_from_config
+from megatron.model.block import AttentionInputs, attend_with_encoding
+from megatron.model.cache import LayerCache
+from megatron.model.documents import Documents
+from megatron.model.gpt import LayerPlan, attention_inputs, prepare, with_positions
+from megatron.positions import without_autocast
+
+NAME = "megatron_positions"
+"""`attn_implementation` of such a model. In a config.json transformers alone refuses it."""
+CLASSES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "GPT2LMHeadModel",
+    "GPTNeoXForCausalLM",
+)
+
+
+def use(model: PreTrainedModel, name: str | None = None, **options: Any) -> PreTrainedModel:
+    """Give a model of transformers another encoding, in place; returns the model.
+
+    model: of one of CLASSES
+    name, options: as `pos_emb` and `pos_emb_args`; without a name, those in the config.json of the
+        folder that the model was loaded from, with the parameters in that folder
+
+    Parameters of the encoding are parameters of the model, in float32, and drawn by torch's
+    generator. `save_pretrained` writes them, and name and options into config.json.
+    Raises UserError for another class, for a name or an option that is not known, and for an
+    encoding that does not fit the model.
+    """
+    kind = type(model).__name__
+    if kind not in CLASSES:
+        raise UserError(f"use: {kind} is not offered; give one of {', '.join(CLASSES)}")
+    family = FAMILIES[kind]
+    trunk: Any = model.base_model
+    folder = str(model.name_or_path or "")
+    keys = family.flat(model.config.to_dict())
+    if name is not None:
+        keys |= {ENCODING: name, OPTIONS: options}
+    elif ENCODING not in keys or not folder:
+        raise UserError(
+            "use: the model was not loaded from a folder whose config.json names an encoding; name"
+            ' one, as in use(model, "kerple_log")'
+        )
+    config = family.configuration(keys)
+    positions, position_of_layer = positions_from_config(config)
+    encodings = nn.ModuleList(positions)
+    if name is None:
+        stored, prefix = StoredWeights(local_folder(folder), {}), family.trunk + IN_TRUNK
+        names = [name for name in stored.files if name.startswith(prefix)]
+        weights = {name.removeprefix(prefix): stored[name] for name in names}
+        try:
+            fill(encodings, weights.items())
+        except ValueError as fault:
+            raise UserError(
+                f"{folder}: does not hold the encoding that its config.json names"
+                f" ({fault}) - copy the folder again"
+            ) from None
+
+    if not hasattr(trunk, "encodings"):
+        trunk.register_forward_pre_hook(before_trunk, with_kwargs=True)
+        for part in trunk.modules():
+            if hasattr(part, "is_causal"):
+                part.register_forward_pre_hook(before_attention, with_kwargs=True)
+    trunk.encodings = encodings.to(model.device).train(model.training)
+    attention = AttentionSettings.of(config.attention)
+    windows = attention.windows(len(position_of_layer), config.model.seq_length)
+    trunk.encoding_plans = [
+        LayerPlan(positions[index], "", window, None, "auto")
+        for index, window in zip(position_of_layer, windows, strict=True)
+    ]
+    if hasattr(trunk, "wpe"):
+        trunk.wpe = NoPositions()
+    model.set_attn_implementation(NAME)
+    model.config.update({ENCODING: keys[ENCODING], OPTIONS: keys[OPTIONS]})
+    model.config.attn_implementation = NAME
+    return model
+
+
+class NoPositions(nn.Module):
+    """In place of learned positions: 0, in any dtype."""
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        """[..., length] -> []."""
+        return position_ids.new_zeros(())
+
+
+class CachedLayer(LayerCache, DynamicLayer):
+    """Our cache of a layer, as a layer of their caches. It keeps all keys, with a window too."""
+
+    is_initialized = True
+    reorder_cache = LayerCache.select  # pyright: ignore
+
+    def get_seq_length(self) -> int:
+        return self.keys.length
+
+    def crop(self, *_: Any) -> None:
+        raise UserError(
+            "past_key_values: what an encoding keeps of tokens cannot be taken back or repeated;"
+            " leave out what asks for it, such as assistant_model"
+        )
+
+    batch_repeat_interleave = batch_select_indices = reset = crop  # pyright: ignore
+
+
+def before_trunk(trunk: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
+    """Compute what the layers read beside their input, and change the embeddings.
+
+    attention_mask [batch, all tokens]: 1 for tokens, 0 for padding. Padding before a text is a text
+    of its own. What is behind a text changes nothing in it.
+    position_ids [batch or 1, new tokens] count each text from 0; without a mask and a cache, a row
+    may have several texts.
+    Raises UserError for any other mask or positions, and for an encoding that cannot begin again.
+    """
+    if trunk.config._attn_implementation != NAME:
+        raise UserError("attn_implementation: computes no encoding; leave it as `use` sets it")
+    if args:
+        [kwargs["input_ids"]] = args
+    ids, x = kwargs.pop("input_ids", None), kwargs.get("inputs_embeds")
+    if x is None:
+        x = trunk.get_input_embeddings()(ids)
+    cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+    start = 0 if cache is None else cache.get_seq_length()
+    batch, length = x.shape[0], start + x.shape[1]
+
+    ends = x.new_zeros(batch, length, dtype=torch.bool)  # of the texts in each row
+    position_ids = kwargs.get("position_ids")
+    if mask is not None and mask.dim() != 2:
+        raise UserError("attention_mask: must be [batch, length], 1 for tokens and 0 for padding")
+    for padding, rows in rows_by_padding(mask, batch, length).items():
+        ends[rows, padding - 1 : padding] = True
+    if mask is None and position_ids is not None and not start:
+        ends[:, :-1] = position_ids[:, 1:] == 0
+    new = ends[:, start:].long()
+    documents = Documents.of(new, 1, earlier=ends[:, :start], restart=True)
+    if position_ids is not None:
+        differs = documents.places != position_ids
+        if mask is not None:
+            differs &= mask[:, start:].bool()
+        if differs.any():
+            raise UserError(
+                "position_ids: must count the tokens of each text from 0; leave them out, or give"
+                " them without attention_mask for rows of several texts"
+            )
+    if ends.any():
+        for position in trunk.encodings:
+            try:
+                position.check_documents(restart=True)
+            except UserError:
+                raise UserError(
+                    f"attention_mask, position_ids: {type(position).__name__} cannot begin again in"
+                    " a row; give one text in each, with padding behind it or none"
+                ) from None
+    else:
+        documents = None  # one text in each row
+
+    prepare(trunk.encodings, start, length)
+    plans = trunk.encoding_plans
+    kwargs["inputs_embeds"] = with_positions(plans[0].position, x, start, documents)
+    inputs = attention_inputs(plans, AttentionSettings(), slice(start, length), length, documents)
+    return (), kwargs | {"encoding_inputs": [inputs[plan] for plan in plans]}
+
+
+def before_attention(attention: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
+    """Hand over input and cache, which theirs would fill, and turn nothing: cosines 1, sines 0."""
+    layer = attention.layer_idx
+    x = args[0] if args else kwargs["hidden_states"]
+    cache = kwargs.pop("layer_past" if "layer_past" in kwargs else "past_key_values", None)
+    if cache is not None:
+        if not isinstance(cache, DynamicCache) or cache.offloading:
+            raise UserError(
+                f"past_key_values: {type(cache).__name__} does not hold what encodings keep; leave"
+                " it and cache_implementation out"
+            )
+        if not cache.get_seq_length(layer):
+            cache.layers[layer : layer + 1] = [CachedLayer()]
+        cache = cache.layers[layer]
+    kwargs["position_embeddings"] = x.new_ones(1, 1, 1), x.new_zeros(1, 1, 1)
+    return args, kwargs | {"encoding_inputs": (kwargs["encoding_inputs"][layer], x, cache)}
+
+
+def encoded_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    encoding_inputs: tuple[AttentionInputs, Tensor, LayerCache | None] | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: the output [batch, length, heads, features], no weights.
+
+    query [batch, heads, length, head_dim], key, value [batch, key heads, length, head_dim] of the
+    new tokens alone
+    """
+    if encoding_inputs is None:
+        raise UserError(
+            "attn_implementation: config.json names an encoding; call megatron.interop.use(model)"
+            " after from_pretrained"
+        )
+    if dropout:
+        raise UserError(
+            f"attention_dropout: {dropout} is not offered; load the model with attention_dropout=0"
+            " (GPT-2: attn_pdrop=0)"
+        )
+    inputs, x, cache = encoding_inputs
+    with without_autocast(value):  # which would round scores and biases
+        query, key = query.to(value.dtype), key.to(value.dtype)
+        out = attend_with_encoding(query, key, value, x, replace(inputs, cache=cache))
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(NAME, encoded_attention)
