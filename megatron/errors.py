@@ -37,7 +37,6 @@ OF_TRAIN = {
     "jinja2",
     "markupsafe",
     "matplotlib",
-    "psutil",
     "pyarrow",
     "rich",
     "sentencepiece",

@@ -27,9 +27,12 @@ class Absent:
 
 def main(commands):
     sys.meta_path.insert(0, Absent())
-    import megatron.config
-    import megatron.positions  # noqa: F401
+    import pandas  # noqa: F401
 
+    import megatron.model
+    import megatron.results.table  # noqa: F401
+
+    assert "megatron.cli_errors" not in sys.modules  # each script must import it early enough
     results = []
     for script, *words in commands:
         with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:

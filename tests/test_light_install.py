@@ -80,7 +80,9 @@ def test_the_public_rooms_import_what_is_declared_and_all_of_it():
     assert {"megatron/interop/open.py", "megatron/checkpoints/read.py"} <= files
     imported = third_party(set().union(*map(imports_at_once, files)))
     assert not imported & OF_TRAIN
-    in_functions = third_party(imports("megatron/results/__init__.py"))
+    in_functions = third_party(
+        imports("megatron/results/__init__.py") | imports("megatron/files.py")
+    )
     assert (imported | in_functions) - BY_PYDANTIC == LIGHT_NAMES
 
 
@@ -140,9 +142,9 @@ def test_a_command_without_its_packages_names_the_extra(light):
             assert status == 1
             assert errors in {message(script, package) for package in OF_TRAIN}
     assert working == {
-        *("check_encoding.py", "claims.py", "compare.py", "doctor.py", "document_commands.py"),
-        *("generate.py", "import_checkpoint.py", "inspect_checkpoint.py", "inspect_data.py"),
-        *("merge_data.py", "migrate_config.py", "probe.py"),
+        *("check_encoding.py", "claims.py", "compare.py", "deepy.py", "doctor.py"),
+        *("document_commands.py", "generate.py", "import_checkpoint.py", "inspect_checkpoint.py"),
+        *("inspect_data.py", "merge_data.py", "migrate_config.py", "probe.py", "train.py"),
     }
 
 
@@ -151,18 +153,20 @@ def test_a_step_without_its_package_names_the_extra(light):
     bytes_of_text = ["tokenizer_type=CharLevelTokenizer", "--max-new-tokens", "4"]
     imported = [str(ROOT / "tools/import_checkpoint.py"), "models/neox", "-o", "runs/neox"]
     checked = [str(ROOT / "tools/check_encoding.py"), "rotary"]
+    trained = [str(ROOT / "train.py"), "runs/mep/global_step10/config.yml", "train_iters=1"]
     works, *others = light(
         [
             [*generate, *bytes_of_text],
             [*generate, *bytes_of_text, "--top-k", "4"],
             imported,
             checked,
+            [*trained, "data_path=task:copy", "save=runs/new"],
         ]
     )
     assert works[0] == 0, works
-    packages = ["transformers", "transformers", "rich"]
-    scripts = ["generate.py", "import_checkpoint.py", "check_encoding.py"]
-    assert [result[0] for result in others] == [1, 1, 1]
+    packages = ["transformers", "transformers", "rich", "deepspeed"]
+    scripts = ["generate.py", "import_checkpoint.py", "check_encoding.py", "train.py"]
+    assert [result[0] for result in others] == [1, 1, 1, 1]
     for (_, _, errors), script, package in zip(others, scripts, packages, strict=True):
         assert errors.endswith(message(script, package))
         assert "Traceback" not in errors
