@@ -37,7 +37,7 @@ def rewritten(page, output, capsys):
     return COMMAND.sub(with_output, page.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("name", ["claims.md", "context.md", "recipe.md"])
+@pytest.mark.parametrize("name", ["claims.md", "context.md", "recipe.md", "sinks.md"])
 def test_every_table_of_the_page_is_what_its_command_writes(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     page = ROOT / "docs/results" / name
