@@ -26,13 +26,17 @@ from megatron.errors import UserError
 from megatron.model import Architecture, AttentionSettings, options_of_entry
 from megatron.positions import in_earlier_spelling
 from megatron.positions.layers import ATTENTION, entries_of
+from megatron.positions.registry import named
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 BASE, SHARE = "rope_theta", "partial_rotary_factor"
 PROPORTIONAL = "proportional"  # a rope_type
 ROOT_OF_WIDTH = "sqrt(hidden_size)"
-ENCODING, OPTIONS = "pos_emb", "pos_emb_args"
-"""Keys in a config.json of a model that `use` gave an encoding of ours."""
+ENCODING = "megatron_positions"
+"""The key of config.json in a model that `use` gave an encoding of ours: {name: options}.
+
+Its attn_implementation has this name, too, which transformers alone refuses.
+"""
 IN_TRUNK = "encodings."  # its parameters in such a model
 TRAINING_ALONE = (
     "seq_length",
@@ -83,8 +87,7 @@ class Family:
     @property
     def known_keys(self) -> set[str]:
         """Keys of config.json that this family reads, those of its section as `flat` has them."""
-        keys = {*self.keys, *self.only, *self.layered, *self.unused, *self.position_keys}
-        keys |= {ENCODING, OPTIONS}
+        keys = {*self.keys, *self.only, *self.layered, *self.unused, *self.position_keys, ENCODING}
         if self.dimensions:
             return keys | {"vocab_size", self.dimensions}
         return keys | {"vocab_size", *(TABLE["rope_keys"] if self.turns else ())}
@@ -220,7 +223,8 @@ class Family:
         """The configuration of the model that a config.json describes."""
         settings = self.settings_of(config)
         if ENCODING in config:
-            settings |= {key: config[key] for key in (ENCODING, OPTIONS)}
+            name, options = named(ENCODING, config[ENCODING])
+            settings |= {"pos_emb": name, "pos_emb_args": options}
         words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
         try:
             return load([], [*words, f"make_vocab_size_divisible_by={config['vocab_size']}"])
@@ -231,11 +235,11 @@ class Family:
         place = "rope_parameters."
         if self.dimensions:
             place, theirs["rotary_pct"] = "", self.dimensions
-        named = []
+        renamed = []
         for line in faults:
             text = OF_ROTARY.sub(place, line)
-            named.append(KEY_IN_FAULT.sub(lambda key: theirs.get(key[0], key[0]), text))
-        raise UserError("; ".join(named))
+            renamed.append(KEY_IN_FAULT.sub(lambda key: theirs.get(key[0], key[0]), text))
+        raise UserError("; ".join(renamed))
 
     def config_of(self, config: Config, vocab: int) -> dict[str, Any]:
         """config.json for a model of ours; UserError, with all reasons, if it is another kind.

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 
 from megatron.checkpoints.read import fill
 from megatron.errors import UserError
-from megatron.interop.families import ENCODING, FAMILIES, IN_TRUNK, OPTIONS
+from megatron.interop.families import ENCODING, FAMILIES, IN_TRUNK
 from megatron.interop.huggingface import StoredWeights
 from megatron.interop.modeling_positions_gpt import rows_by_padding
 from megatron.interop.open import local_folder
@@ -27,8 +27,6 @@ from megatron.model.documents import Documents
 from megatron.model.gpt import LayerPlan, attention_inputs, prepare, with_positions
 from megatron.positions import without_autocast
 
-NAME = "megatron_positions"
-"""`attn_implementation` of such a model. In a config.json transformers alone refuses it."""
 CLASSES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
@@ -59,7 +57,7 @@ def use(model: PreTrainedModel, name: str | None = None, **options: Any) -> PreT
     folder = str(model.name_or_path or "")
     keys = family.flat(model.config.to_dict())
     if name is not None:
-        keys |= {ENCODING: name, OPTIONS: options}
+        keys[ENCODING] = {name: options}
     elif ENCODING not in keys or not folder:
         raise UserError(
             "use: the model was not loaded from a folder whose config.json names an encoding; name"
@@ -94,9 +92,8 @@ def use(model: PreTrainedModel, name: str | None = None, **options: Any) -> PreT
     ]
     if hasattr(trunk, "wpe"):
         trunk.wpe = NoPositions()
-    model.set_attn_implementation(NAME)
-    model.config.update({ENCODING: keys[ENCODING], OPTIONS: keys[OPTIONS]})
-    model.config.attn_implementation = NAME
+    model.set_attn_implementation(ENCODING)
+    model.config.update({ENCODING: keys[ENCODING], "attn_implementation": ENCODING})
     return model
 
 
@@ -133,9 +130,9 @@ def before_trunk(trunk: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
     of its own. What is behind a text changes nothing in it.
     position_ids [batch or 1, new tokens] count each text from 0; without a mask and a cache, a row
     may have several texts.
-    Raises UserError for any other mask or positions, and for an encoding that cannot begin again.
+    Raises UserError for any other mask or positions, and for an encoding that reads the whole row.
     """
-    if trunk.config._attn_implementation != NAME:
+    if trunk.config._attn_implementation != ENCODING:
         raise UserError("attn_implementation: computes no encoding; leave it as `use` sets it")
     if args:
         [kwargs["input_ids"]] = args
@@ -150,6 +147,8 @@ def before_trunk(trunk: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
     position_ids = kwargs.get("position_ids")
     if mask is not None and mask.dim() != 2:
         raise UserError("attention_mask: must be [batch, length], 1 for tokens and 0 for padding")
+    if position_ids is not None and position_ids.shape[1:] != x.shape[1:2]:
+        raise UserError(f"position_ids: {list(position_ids.shape)} must be {[batch, x.shape[1]]}")
     for padding, rows in rows_by_padding(mask, batch, length).items():
         ends[rows, padding - 1 : padding] = True
     if mask is None and position_ids is not None and not start:
@@ -165,17 +164,20 @@ def before_trunk(trunk: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
                 "position_ids: must count the tokens of each text from 0; leave them out, or give"
                 " them without attention_mask for rows of several texts"
             )
-    if ends.any():
+    several = bool(ends.any())
+    if several or (mask is not None and not mask.all()):
         for position in trunk.encodings:
             try:
-                position.check_documents(restart=True)
+                position.check_cached(1, length)  # does it turn by the length of a text?
+                if several:
+                    position.check_documents(restart=True)
             except UserError:
                 raise UserError(
-                    f"attention_mask, position_ids: {type(position).__name__} cannot begin again in"
-                    " a row; give one text in each, with padding behind it or none"
+                    f"attention_mask, position_ids: {type(position).__name__} reads the row, and"
+                    " not each text in it; give texts of one length, one in each row"
                 ) from None
-    else:
-        documents = None  # one text in each row
+    if not several:
+        documents = None
 
     prepare(trunk.encodings, start, length)
     plans = trunk.encoding_plans
@@ -235,4 +237,4 @@ def encoded_attention(
     return out.transpose(1, 2), None
 
 
-AttentionInterface.register(NAME, encoded_attention)
+AttentionInterface.register(ENCODING, encoded_attention)

@@ -40,7 +40,8 @@ def our_import(model: transformers.PreTrainedModel) -> torch.nn.Module:
     family = FAMILIES[type(model).__name__]
     keys = model.config.to_dict()
     settings = family.settings_of(keys)
-    settings |= {"pos_emb": keys["pos_emb"], "pos_emb_args": keys["pos_emb_args"]}
+    [(name, options)] = keys["megatron_positions"].items()
+    settings |= {"pos_emb": name, "pos_emb_args": options}
     words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     config = load([], [*words, f"make_vocab_size_divisible_by={VOCAB}"])
     ours = from_config(config, vocab=VOCAB)
@@ -187,7 +188,7 @@ def test_padding_before_a_text_changes_nothing_or_is_refused(name):
     try:
         encoding.check_documents(restart=True)
     except UserError:
-        message = f"attention_mask, position_ids: {type(encoding).__name__} cannot begin again"
+        message = f"attention_mask, position_ids: {type(encoding).__name__} reads the row"
         with pytest.raises(UserError, match=message):
             model(ids, attention_mask=mask)
         return
@@ -233,6 +234,23 @@ def test_texts_in_one_row_are_kept_apart_by_positions_and_padding_behind_is_free
         mask = torch.ones_like(row)
         mask[:, 33:] = 0
         assert_near(model(row, attention_mask=mask).logits[:, :33], alone[:, :33], 1e-5)
+
+
+@torch.no_grad()
+def test_texts_of_several_lengths_are_refused_where_frequencies_depend_on_the_length():
+    model = changed("llama", "rotary", scaling="dynamic", factor=4)
+    for length in (320, 330):  # trained with 320
+        ids = random_ids(length)
+        mask = torch.ones_like(ids)
+        expected = model(ids, attention_mask=mask).logits
+        for padding in (slice(None, 9), slice(-9, None)):
+            some = mask.clone()
+            some[0, padding] = 0
+            if length == 320:
+                assert_near(model(ids, attention_mask=some).logits[1], expected[1])
+            else:
+                with pytest.raises(UserError, match="Dynamic reads the row, and not each text"):
+                    model(ids, attention_mask=some)
 
 
 # --- Files ---
@@ -285,7 +303,7 @@ class Texts(Dataset):
         return {"input_ids": self.ids[index], "labels": labels}
 
 
-def train(model, folder, **arguments) -> list[float]:
+def train(model, folder, *, resume=None, **arguments) -> list[float]:
     """The losses of twenty steps with transformers' Trainer."""
     losses = []
     model.register_forward_hook(lambda *step: losses.append(step[2].loss.item()))
@@ -299,12 +317,12 @@ def train(model, folder, **arguments) -> list[float]:
         max_grad_norm=0.0,
         train_sampling_strategy="sequential",
         report_to=[],
-        save_strategy="no",
         disable_tqdm=True,
         use_cpu=True,
-        **arguments,
+        **{"save_strategy": "no", **arguments},
     )
-    transformers.Trainer(model, settings, train_dataset=Texts()).train()
+    trainer = transformers.Trainer(model, settings, train_dataset=Texts())
+    trainer.train(resume_from_checkpoint=resume and str(resume))
     return losses
 
 
@@ -339,6 +357,17 @@ def test_twenty_steps_of_their_trainer_are_those_of_a_loop_with_our_model(case, 
         assert (value - ours.positions.state_dict()[key]).abs().max() < 0.03 * moved
 
 
+def test_a_training_resumes_with_the_encoding_of_its_checkpoint(tmp_path):
+    whole = use(of_theirs("llama"), "kerple_log")
+    losses = train(whole, tmp_path, save_strategy="steps", save_steps=10)
+    torch.manual_seed(9)
+    fresh = use(of_theirs("llama"), "kerple_log")
+    assert not torch.equal(fresh.model.encodings[0].p, whole.model.encodings[0].p)
+    resumed = train(fresh, tmp_path, resume=tmp_path / "checkpoint-10")
+    torch.testing.assert_close(resumed, losses[10:], rtol=1e-5, atol=0)
+    assert torch.equal(fresh.model.encodings[0].p, whole.model.encodings[0].p)
+
+
 def test_recomputed_layers_and_bfloat16_train_alike(tmp_path):
     losses = {}
     for way in ({}, {"gradient_checkpointing": True}, {"bf16": True}):
@@ -365,7 +394,8 @@ def test_the_page_runs(tmp_path):
     names = {"texts": Texts(), "ids": random_ids(20)}
     with chdir(tmp_path):
         exec(example, names)
-    assert list(names["model"].config.pos_emb_args["parts"]) == ["rotary", "kerple_log"]
+    written = {"sum": {"parts": ["rotary", "kerple_log"]}}
+    assert names["model"].config.megatron_positions == written
     assert names["model"].base_model.encodings[0].parts[1].p.grad is None  # read from the folder
 
 
@@ -398,6 +428,8 @@ def test_what_cannot_be_right_is_refused_by_name():
         model(ids, attention_mask=hole)
     with pytest.raises(UserError, match="position_ids: must count the tokens"):
         model(ids, position_ids=torch.arange(3, 33)[None])
+    with pytest.raises(UserError, match=r"position_ids: \[1, 9\] must be \[2, 30\]"):
+        model(ids, position_ids=torch.arange(9)[None])
     with pytest.raises(UserError, match=r"attention_dropout: 0\.1 is not offered"):
         use(of_theirs("gpt2").train(), "alibi")(ids)
     model.set_attn_implementation("eager")
@@ -408,8 +440,11 @@ def test_what_cannot_be_right_is_refused_by_name():
 def test_a_folder_without_the_parameters_is_refused(tmp_path):
     changed("llama", "kerple_log").save_pretrained(tmp_path)
     keys = json.loads((tmp_path / "config.json").read_text())
-    keys["pos_emb"] = "fox"
+    keys["megatron_positions"] = {"fox": {}}
     (tmp_path / "config.json").write_text(json.dumps(keys))
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"does not hold the encoding that its config\.json names"):
+        use(model)
+    model.config.megatron_positions = ["fox", "alibi"]
+    with pytest.raises(UserError, match=r"megatron_positions: .* is no encoding; write a name"):
         use(model)
