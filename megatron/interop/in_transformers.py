@@ -86,10 +86,7 @@ def use(model: PreTrainedModel, name: str | None = None, **options: Any) -> PreT
     trunk.encodings = encodings.to(model.device).train(model.training)
     attention = AttentionSettings.of(config.attention)
     windows = attention.windows(len(position_of_layer), config.model.seq_length)
-    trunk.encoding_plans = [
-        LayerPlan(positions[index], "", window, None, "auto")
-        for index, window in zip(position_of_layer, windows, strict=True)
-    ]
+    trunk.encoding_of_layer = list(zip(position_of_layer, windows, strict=True))
     if hasattr(trunk, "wpe"):
         trunk.wpe = NoPositions()
     model.set_attn_implementation(ENCODING)
@@ -180,7 +177,10 @@ def before_trunk(trunk: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
         documents = None
 
     prepare(trunk.encodings, start, length)
-    plans = trunk.encoding_plans
+    plans = [
+        LayerPlan(trunk.encodings[index], "", window, None, "auto")  # those of a copy, in a copy
+        for index, window in trunk.encoding_of_layer
+    ]
     kwargs["inputs_embeds"] = with_positions(plans[0].position, x, start, documents)
     inputs = attention_inputs(plans, AttentionSettings(), slice(start, length), length, documents)
     return (), kwargs | {"encoding_inputs": [inputs[plan] for plan in plans]}

@@ -379,6 +379,17 @@ def test_recomputed_layers_and_bfloat16_train_alike(tmp_path):
     torch.testing.assert_close(rounded, plain, rtol=0.03, atol=0)
 
 
+@torch.no_grad()
+def test_a_copy_of_a_model_has_an_encoding_of_its_own():
+    model, ids = changed("llama", "kerple_log"), random_ids(60)
+    expected = model(ids).logits
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(ids).logits, expected)
+    copied.model.encodings[0].p.add_(1.0)
+    assert (copied(ids).logits - expected).abs().max() > 0.01
+    assert torch.equal(model(ids).logits, expected)
+
+
 def test_a_model_in_half_precision_keeps_its_encoding_in_float32():
     model, ids = changed("llama", "kerple_log"), random_ids(60)
     expected = model(ids).logits
