@@ -4,7 +4,7 @@ python tools/check_recipe.py nanogpt ~/nanoGPT
 python tools/check_recipe.py nanogpt ~/nanoGPT --encoding fox
 
 It imports and runs the code of the folder that you name. The small model of the page's section
-trains on this project's README for 20 steps on the CPU, twice, from one seed. Losses are in nats
+trains on the text of the LICENSE for 20 steps on the CPU, twice, from one seed. Losses are in nats
 per byte.
 """
 
@@ -63,7 +63,7 @@ def train(trial: Callable, encoding: str | None) -> list[float]:
     model, loss_of, optimizer = trial(encoding, *SHAPE[1:])
     learned = {name: x for name, x in model.named_parameters() if "encoding." in name}
     first = {name: parameter.detach().clone() for name, parameter in learned.items()}
-    text = torch.tensor([*(ROOT / "README.md").read_bytes()[: math.prod(SHAPE) + 1]])
+    text = torch.tensor([*(ROOT / "LICENSE").read_bytes()[: math.prod(SHAPE) + 1]])
     losses = []
     for inputs, labels in zip(text[:-1].view(SHAPE), text[1:].view(SHAPE), strict=True):
         loss = loss_of(inputs, labels)
