@@ -47,13 +47,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         for block in CODE.findall(shared + recipe):
             exec(compile(block, PAGE, "exec"), names)
-        own = train(names["trial"], None)
-        losses = train(names["trial"], arguments.encoding)
+        theirs = train(names["trial"], None)
+        ours = train(names["trial"], arguments.encoding)
     except Exception as fault:
         tried = f"the recipe was tried with kerple_log at {commit} of {repository}"
         raise UserError(f"{folder}: {fault!r} - {tried}, with what that requires") from None
     print(f"step  its own  {arguments.encoding}")
-    for step, (before, after) in enumerate(zip(own, losses, strict=True), start=1):
+    for step, (before, after) in enumerate(zip(theirs, ours, strict=True), start=1):
         print(f"{step:4}  {before:7.3f}  {after:.3f}")
 
 
