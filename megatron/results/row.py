@@ -367,7 +367,7 @@ def by_text(rows: Sequence[Row], keys: Iterable[str] = SETTING) -> list[list[Row
     """
     layouts: list[Hashable] = []
     for row in rows:
-        stride = row.get("stride", 0)
+        stride = row.get("stride") or 0
         usual = None if 2 * stride == row["length"] else stride
         layouts.append(row["windows"] if row.get("protocol") in DRAWN else usual)
     texts = []

@@ -280,6 +280,7 @@ def test_compiled_gradients_read_each_tensor_once():
     validate_joint_graph(graph)
 
 
+@pytest.mark.campaign
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++, with which torch compiles")
 def test_compiled_it_has_the_values_of_the_definition_and_is_compiled_once():
     encoding = encoding_of("sum", **ALL_TERMS)

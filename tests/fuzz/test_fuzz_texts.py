@@ -2,7 +2,7 @@
 
 import json
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron.checkpoints.manifest import read_record
@@ -43,6 +43,7 @@ def shown(path):
 
 @fuzzed
 @given(changes=st.dictionaries(KEYS, VALUES, max_size=3), removed=st.sets(KEYS, max_size=1))
+@example(changes={"stride": None}, removed=set())
 def test_a_row_of_any_values(tmp_path, changes, removed):
     row = rows("t5", {512: 9.0})[0] | changes
     remaining = {key: value for key, value in row.items() if key not in removed}
