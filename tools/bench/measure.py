@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import re
-import resource
 import sys
 import time
 from collections import deque
@@ -146,9 +145,18 @@ def peak(call: Call) -> int:
         return torch.cuda.max_memory_allocated() - before
     ctypes.CDLL(None).malloc_trim(0)  # what earlier calls freed is no longer this process's
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = largest_size()
     call()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    return largest_size() - before
+
+
+def largest_size() -> int:
+    """The most bytes that this process had since its peak was forgotten.
+
+    ru_maxrss also has the size of the process that started this one, below which nothing shows.
+    """
+    status = Path("/proc/self/status").read_text()
+    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024
 
 
 def conditions() -> str:
