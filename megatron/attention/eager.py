@@ -39,13 +39,11 @@ def all_scores(
     *,
     query: Tensor | None = None,
     distance: Tensor | None = None,
-    products: Tensor | None = None,
 ) -> Tensor:
     """Scores, -inf where masked: [batch, heads, queries, keys], at least float32.
 
     query [queries]: their indices among the keys, if they are not those of the last keys;
-    distance [queries, keys]: the columns of the tables, if they are not those of the indices;
-    products [batch, heads, queries, keys]: q·k/√head_dim, if it is not that of q and k
+    distance [queries, keys]: the columns of the tables, if they are not those of the indices
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     queries, keys = q.shape[2], k.shape[2]
@@ -55,9 +53,7 @@ def all_scores(
     if distance is None:
         distance = (query[:, None] - key).clamp(min=0)
 
-    if products is not None:
-        scores = products
-    elif terms.scores is None:
+    if terms.scores is None:
         products = q.to(dtype) @ k.to(dtype).transpose(-1, -2)  # [batch, heads, queries, keys]
         scores = products / math.sqrt(q.shape[-1])
     else:

@@ -48,27 +48,25 @@ def flex(
     UserError for on_scores, block_scores and a score_bias of rank above one, which no score_mod
     computes, for a hook that is not applied, and for an x that does not fit.
     """
+    fault = f"flex: {type(encoding).__name__}:"
+    too_much = [hook for hook in ("on_scores", "block_scores") if encoding.has(hook)]
+    if encoding.score_rank > 1:
+        too_much.append(f"a score_bias of rank {encoding.score_rank}")
+    if too_much:
+        hooks = " and ".join(too_much)
+        raise UserError(f"{fault} no score_mod computes {hooks}; use megatron.attention.attention")
     missing = [hook for hook in CALLS if encoding.has(hook) and hook not in applied]
-    calls = "; ".join(CALLS[hook] for hook in missing)
+    if missing:
+        calls = "; ".join(CALLS[hook] for hook in missing)
+        raise UserError(
+            f"{fault} it acts before attention too; call {calls}; then add applied={missing}"
+        )
     by_content = encoding.has("score_bias")
-    refusals = {
-        "no score_mod computes on_scores; use megatron.attention.attention": (
-            encoding.has("on_scores")
-        ),
-        "no score_mod computes block_scores; use megatron.attention.attention": (
-            encoding.has("block_scores")
-        ),
-        f"score_bias has rank {encoding.score_rank}; use megatron.attention.attention": (
-            encoding.score_rank > 1
-        ),
-        f"it acts before attention too; call {calls}; then add applied={missing}": missing,
-        f"it reads content; give the input of the layer's attention, x [batch, {length}, hidden]": (
-            by_content and (x is None or x.shape[1] != length)
-        ),
-    }
-    for reason, applies in refusals.items():
-        if applies:
-            raise UserError(f"flex: {type(encoding).__name__}: {reason}")
+    if by_content and (x is None or x.shape[1] != length):
+        raise UserError(
+            f"{fault} it reads content; give the input of the layer's attention,"
+            f" x [batch, {length}, hidden]"
+        )
     check_lengths(window=window, chunk=chunk)
     if segments is not None:
         encoding.check_documents(restart=False)

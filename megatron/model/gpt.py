@@ -265,7 +265,7 @@ class GPT(nn.Module):
                 x = block(x, read)
         if cache is not None:
             cache.length = length
-        x = self.norm(x[:, x.shape[1] - (count - first) :])
+        x = self.norm(x[:, first - count :])  # a last layer without attention keeps all tokens
         return x if self.logit_scale == 1 else x * self.logit_scale
 
     def check_length(self, length: int) -> None:

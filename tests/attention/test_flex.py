@@ -37,7 +37,7 @@ REFUSED = {
     "stick_breaking": "on_scores",
     "path": "block_scores",
     "path_fox": "block_scores",
-    "grape_a": "score_bias has rank 3",
+    "grape_a": "a score_bias of rank 3",
 }
 OPTIONS = {**NEEDED, "learned": {"max_positions": 150}}
 COMPUTED = sorted(REGISTRY.keys() - REFUSED.keys() - {"sum"})
