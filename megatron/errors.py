@@ -5,7 +5,6 @@ import errno
 import re
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 SPACE = "free some space, or choose another disk"
@@ -38,7 +37,6 @@ OF_TRAIN = {
     "markupsafe",
     "matplotlib",
     "pyarrow",
-    "rich",
     "sentencepiece",
     "tiktoken",
     "tokenizers",
@@ -68,17 +66,6 @@ def missing_package(fault: BaseException) -> str | None:
     if package not in OF_TRAIN:
         return None
     return f"{package} is not installed - pip install '.[train]' in the project's folder"
-
-
-@contextmanager
-def naming_extra(where: object) -> Iterator[None]:
-    """Raise UserError for a package that is not installed, with what installs it."""
-    try:
-        yield
-    except ModuleNotFoundError as fault:
-        if text := missing_package(fault):
-            raise UserError(f"{where}: {text}") from None
-        raise
 
 
 def cure(fault: Exception) -> str | None:

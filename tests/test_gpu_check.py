@@ -21,7 +21,7 @@ ABSENT = """
 from importlib.machinery import PathFinder
 
 NAMES = {"deepspeed", "pydantic", "hypothesis", "xdist", "yaml", "safetensors", "tokenizers"}
-NAMES |= {"transformers", "datasets", "psutil", "rich", "wandb", "zstandard", "matplotlib"}
+NAMES |= {"transformers", "datasets", "psutil", "wandb", "zstandard", "matplotlib"}
 find_spec = PathFinder.find_spec
 
 

@@ -8,6 +8,7 @@ python tools/check_encoding.py bump --from my_encoding.py --heads 12 --head_dim 
 import logging
 import sys
 from collections.abc import Sequence
+from textwrap import fill
 
 from megatron.cli_errors import command_parser, guarded
 from megatron.config.yaml_files import read_overrides
@@ -17,7 +18,6 @@ from megatron.errors import UserError
 from megatron.evaluation.options import number
 from megatron.positions import load_file
 
-COLOURS = {HOLDS: "green", FAILS: "bold red", FACT: "yellow", NOT_APPLICABLE: "dim"}
 LEGEND = (
     f"{HOLDS}: holds · {FAILS}: must hold and does not"
     f" · {FACT}: does not hold, which is no fault · {NOT_APPLICABLE}: does not apply"
@@ -39,8 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     length = "seq_length of the model; most checks use texts of this length"
     add("--train_length", type=number(32, 2**17), default=Subject.train_length, help=length)
     arguments = parser.parse_args(argv)
-    import rich  # noqa: F401 - where it is not installed, before the checks and not after
-
     logging.basicConfig(level=logging.ERROR)
 
     sizes = (arguments.heads, arguments.head_dim, arguments.train_length)
@@ -58,28 +56,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(heading: str, findings: Sequence[Finding]) -> int:
-    """Print a table of the findings and what the verdicts mean; 1 if one fails, else 0."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
-    table = Table(title=escape(heading))
-    table.add_column("what must hold", no_wrap=True)
-    table.add_column("", justify="center", no_wrap=True)
-    table.add_column("details")
+    """Print the findings, and what the verdicts mean; 1 if one fails, else 0."""
+    print(heading)
+    width = max(len(finding.check) for finding in findings)
     for finding in findings:
-        colour = COLOURS[finding.verdict]
-        verdict = f"[{colour}]{finding.verdict}[/]"
-        table.add_row(escape(finding.check), verdict, escape(finding.detail))
-    console.print(table)
-    console.print(LEGEND, style="dim")
+        line = f"  {finding.verdict:4}  {finding.check:{width}}  {finding.detail}"
+        print(fill(line, 120, subsequent_indent=" " * (width + 10)))
+    print(LEGEND)
     verdicts = [finding.verdict for finding in findings]
     failed = verdicts.count(FAILS)
     end = "" if failed else ": the encoding keeps what it must"
-    console.print(f"{verdicts.count(HOLDS)} hold, {failed} fail{end}")
+    print(f"{verdicts.count(HOLDS)} hold, {failed} fail{end}")
     return int(failed > 0)
 
 

@@ -61,8 +61,7 @@ def train(trial: Callable, encoding: str | None) -> list[float]:
     """The loss of each step; prints how far the numbers of an encoding moved."""
     torch.manual_seed(0)
     model, loss_of, optimizer = trial(encoding, *SHAPE[1:])
-    learned = {name: x for name, x in model.named_parameters() if "encoding." in name}
-    first = {name: parameter.detach().clone() for name, parameter in learned.items()}
+    before = {name: x.detach().clone() for name, x in model.named_parameters()}
     text = torch.tensor([*(ROOT / "LICENSE").read_bytes()[: math.prod(SHAPE) + 1]])
     losses = []
     for inputs, labels in zip(text[:-1].view(SHAPE), text[1:].view(SHAPE), strict=True):
@@ -71,8 +70,9 @@ def train(trial: Callable, encoding: str | None) -> list[float]:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    for name, parameter in learned.items():
-        print(f"{name} moved by up to {(parameter - first[name]).abs().max():.2g}")
+    for name, parameter in model.named_parameters():
+        if "encoding." in name:
+            print(f"{name} moved by up to {(parameter - before[name]).abs().max():.2g}")
     return losses
 
 

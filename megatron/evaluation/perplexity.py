@@ -21,7 +21,7 @@ DIGITS = 6  # of the losses of windows, blocks and positions
 DIGITS_OF_SHARES = 4
 
 
-class Refusal(Exception):
+class Refusal(UserError):
     """The reason why a model cannot compute a length."""
 
 
@@ -47,12 +47,9 @@ def losses(model: Any, ids: Sequence[int], lengths: Sequence[int]) -> dict[int, 
         )
     targets = (len(text) - 1) // longest * longest
     result = {}
-    try:
-        for length in lengths:
-            windows = windows_of([(0, text[: targets + 1])], length, length)
-            result[length] = np.concatenate(losses_of_targets(model, windows), axis=1)[0]
-    except Refusal as refusal:
-        raise UserError(f"lengths: {refusal}") from None
+    for length in lengths:
+        windows = windows_of([(0, text[: targets + 1])], length, length)
+        result[length] = np.concatenate(losses_of_targets(model, windows), axis=1)[0]
     return result
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.data.tokenizers.tokenizer import Tokenizer
-from megatron.errors import UserError, naming_extra
+from megatron.errors import UserError
 from megatron.model import GPT, Cache
 
 MOST = 2**24  # tokens: beyond, positions are not exact in float32
@@ -216,9 +216,8 @@ def continuation(
     training = model.training
     model.eval()
     try:
-        with naming_extra("top_k, top_p"):
-            for (step,) in continued(model, tokenizer, [prompt], settings):
-                text = step.written.text
+        for (step,) in continued(model, tokenizer, [prompt], settings):
+            text = step.written.text
     finally:
         model.train(training)
     return text

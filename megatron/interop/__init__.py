@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from megatron.errors import naming_extra
 from megatron.interop.open import open_model
 
 if TYPE_CHECKING:
@@ -13,8 +12,7 @@ __all__ = ["open_model", "use"]
 
 def __getattr__(name: str) -> Any:
     if name == "use":  # importing transformers takes seconds
-        with naming_extra(name):
-            from megatron.interop.in_transformers import use
+        from megatron.interop.in_transformers import use
 
         return use
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,7 @@ from megatron.checkpoints.manifest import RECORD, SETTINGS, SHOWN, faults_of
 from megatron.checkpoints.read import load_for_evaluation, load_model, read_meta, tensors_of
 from megatron.checkpoints.saved import step_of, steps_in
 from megatron.config import Config
-from megatron.errors import UserError, in_words, naming_extra
+from megatron.errors import UserError, in_words
 from megatron.interop import gguf, huggingface, reference
 from megatron.model import GPT
 
@@ -47,8 +47,7 @@ def open_model(source: str | Path, *, config: Config | None = None) -> tuple[GPT
     model(ids [batch, length]) -> logits [batch, length, rows of the source's vocabulary]
     Raises UserError if it cannot be read, or is not what it says.
     """
-    with naming_extra(source):
-        opened = open_checkpoint(source, config)
+    opened = open_checkpoint(source, config)
     return opened.model, opened.config
 
 

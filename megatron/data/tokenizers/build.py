@@ -21,7 +21,7 @@ from megatron.data.tokenizers.tokenizer import (
     naming_faults,
     read_bytes,
 )
-from megatron.errors import UserError, did_you_mean, naming_extra
+from megatron.errors import UserError, did_you_mean
 from megatron.files import ROOT
 
 
@@ -240,8 +240,7 @@ def build_tokenizer(
             raise UserError(
                 f"{key}: {kind} does not read {path} - use tokenizer_type: {readers[0]}, which does"
             )
-    with naming_extra(kind):
-        return build(*paths)
+    return build(*paths)
 
 
 def needs_files(kind: str) -> bool:
