@@ -149,7 +149,7 @@ results-pretrained: $(SMOLLM2) $(POLICY)
 		set -- $$text; \
 		printf '%s\n' $(METHODS) | OMP_NUM_THREADS=1 xargs -P 2 -L 1 $(PY) evaluate.py --checkpoint $(SWEEP)/model \
 			data_path=data/pretrained/$$1/$$1_text_document $$2 eval_tokens=32768 \
-			--protocol tail --tail 1024 --lengths 2048 8192 16384 || exit; \
+			--protocol tail --tail 4096 --lengths 4096 8192 16384 || exit; \
 	done
 	$(PY) tools/report.py -o $(SWEEP)/report.html --plots $(SWEEP)/plots $(SWEEP)/model/evaluation/*.jsonl
 
