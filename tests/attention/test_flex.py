@@ -37,6 +37,7 @@ REFUSED = {
     "stick_breaking": "on_scores",
     "path": "block_scores",
     "path_fox": "block_scores",
+    "wall": "block_scores",
     "grape_a": "a score_bias of rank 3",
 }
 OPTIONS = {**NEEDED, "learned": {"max_positions": 150}}

@@ -56,8 +56,7 @@ TABLES = {
 NO_POSITIONS = {"none", "cable", "fox", "selective_rope", "carope", "ssmax", "attn_temperature"}
 REFUSE_ALL = {
     *("cope", "dape", "dape_v2", "fire", "fope", "grape_a", "grape_ap", "learned", "path"),
-    *("path_fox", "sinusoidal"),
-    "stick_breaking",
+    *("path_fox", "sinusoidal", "stick_breaking", "wall"),
 }
 ACCEPTED = {
     **{name: {"sinks", "lm_infinite", "clip_distance"} for name in TABLES},

@@ -33,6 +33,7 @@ WITH_OPTIONS = {
     "shared weights": Subject("mep", SHARED_WEIGHTS),
     "learned slopes and weights": Subject("mep", HALF_LEARNED),
     "xpos with one decay": Subject("xpos", {"xi": 0.998}),
+    "wall with scalar gates": Subject("wall", {"scalar_gate": True}),
     "stick_breaking from the own key": Subject("stick_breaking", {"attend_current": True}),
 }
 SUBJECTS = ENCODINGS | WITH_OPTIONS

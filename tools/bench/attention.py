@@ -37,6 +37,7 @@ ENCODINGS = {
     "rotary": "rotary",
     "path": "path",
     "path_fox": "path_fox",
+    "wall": "wall",
 }
 """An encoding for each kind of term: tables by distance, terms by content, scores of its own."""
 TABLES = ("frozen", "learned", "weight", "window", "keys", "rank_one", "rotary")
