@@ -48,7 +48,7 @@ def read_meta(path: Path) -> tuple[Config, dict[str, Any]]:
 def load_for_evaluation(
     folder: str | Path, step: int | None = None
 ) -> tuple[GPT, Config, dict[str, Any]]:
-    """The trained model in float32 and eval mode, its configuration, and checkpoint.json.
+    """The trained model in float32 and eval mode, the run's configuration, and checkpoint.json.
 
     To the latter `path` is added, the folder global_stepN. Raises UserError if there is no
     checkpoint, or it does not hold the model that its configuration describes.
@@ -68,7 +68,8 @@ def load_model(
 ) -> GPT:
     """The model of a configuration with the weights of a folder global_stepN, in eval mode.
 
-    record: checkpoint.json; weights: those of another kind of folder, which are checked already
+    It is that of the stage of its step. record: checkpoint.json; weights: those of another kind of
+    folder, which are checked already
     In memory are the model and one of the tensors in the file.
     Raises UserError if the weights cannot be read, were changed or are those of another model.
     """
@@ -79,7 +80,7 @@ def load_model(
         check_files(path, (WEIGHTS,))
         weights = tensors_of(file)
     tokenizer = record.get("tokenizer") or {}
-    model = from_config(config, vocab, tokenizer.get("eod"))
+    model = from_config(config.at_step(record["step"]), vocab, tokenizer.get("eod"))
     model.begin_of_text = tokenizer.get("bos")
     try:
         fill(model, weights)

@@ -1,7 +1,7 @@
 """The merged configuration: its sections, its hash, its file, and its form for DeepSpeed."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,10 @@ from megatron.config.messages import bad_configuration
 from megatron.config.schema import (
     BY_FILE_NAME,
     KEYS,
+    Attention,
+    Position,
     Sections,
+    Stage,
     all_keys,
     default_of,
     file_names,
@@ -27,6 +30,7 @@ from megatron.positions import (
     syntax_fingerprint,
 )
 from megatron.positions.layers import Entry, entries_of, name_of_layers
+from megatron.positions.registry import encoding_called
 
 COPY = "pos_emb_file.py"  # the user's own encoding, beside the configuration of a checkpoint
 
@@ -55,6 +59,14 @@ class Config(Sections):
         for part in rest:
             value = getattr(value, part)
         return value
+
+    def at_step(self, step: int) -> "Config":
+        """The configuration with what the stage of a step changes of encoding and attention."""
+        stage = self.training.stage_of(step)
+        if stage is None:
+            return self
+        position, attention = staged(self.position, self.attention, stage)
+        return replace(self, position=position, attention=attention)
 
     def flat(self) -> dict[str, Any]:
         """Every key and its plain value (number, text, list, dictionary), in documented order."""
@@ -196,6 +208,25 @@ class Config(Sections):
                 f" {devices} devices = {made}; change one of them"
             )
             raise bad_configuration(self.sources, [fault])
+
+
+def staged(position: Position, attention: Attention, stage: Stage) -> tuple[Position, Attention]:
+    """Both sections as a stage changes them; each encoding takes the options that it may change."""
+    entries = []
+    for entry in entries_of(position):
+        options = encoding_called(entry.name).changeable(stage.pos_emb_args)
+        entries.append({entry.name: entry.options | options})
+    update: dict[str, Any] = {"pos_emb_layers": tuple(entries)}
+    if not position.pos_emb_layers:
+        update = {"pos_emb_args": entries[0][position.pos_emb]}
+    position = position.model_copy(update=update)
+    keys = stage.model_fields_set & Attention.model_fields.keys()
+    changes = {key: getattr(stage, key) for key in keys}
+    if "window" in changes:
+        changes.setdefault("window_layers", ())
+    elif "window_layers" in changes:
+        changes["window"] = None
+    return position, attention.model_copy(update=changes)
 
 
 def _not_default(entry: Entry) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from megatron.config.config import staged
 from megatron.config.legacy import CORPORA
 from megatron.config.messages import Report, contradiction
 from megatron.config.schedules import SHAPES
@@ -21,6 +22,7 @@ from megatron.config.schema import (
     Parallel,
     Position,
     Precision,
+    Stage,
     Training,
     as_list,
 )
@@ -36,6 +38,7 @@ from megatron.positions.layers import (
     name_of_layers,
 )
 from megatron.positions.outline import Outline
+from megatron.positions.registry import encoding_called
 from megatron.splits import PARTS, TASK_PREFIX, parse_split
 
 OF_STATES = (
@@ -164,7 +167,7 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
             options_of(entry.name)
         if model.head_dim is None and hidden % heads:
             return  # it has no shape, which is reported already
-        shape = Shape(heads, model.head_dim or hidden // heads, hidden, model.seq_length)
+        shape = _shape(model)
         # Drawing first values must not move the caller's generator.
         with torch.random.fork_rng(devices=[]), Outline():
             encodings = [build_entry(position, entry, shape) for entry in entries]
@@ -197,6 +200,11 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
         yield f"pos_emb: {name_of_layers(position)} cannot be built: {reason}"
 
 
+def _shape(model: Model) -> Shape:
+    heads, hidden = model.num_attention_heads, model.hidden_size
+    return Shape(heads, model.head_dim or hidden // heads, hidden, model.seq_length)
+
+
 def _training(model: Model, data: Data, training: Training, parallel: Parallel) -> Faults:
     whole = training.train_batch_size or 0
     part = training.train_micro_batch_size_per_gpu * training.gradient_accumulation_steps
@@ -211,27 +219,75 @@ def _training(model: Model, data: Data, training: Training, parallel: Parallel) 
             " use stage 2, or set false"
         )
     key, before = "seq_length_schedule", 0
-    for length, last in training.seq_length_schedule:
+    for stage in training.seq_length_schedule:
+        length = stage.seq_length or model.seq_length
         if model.seq_length % length:
             yield (
                 f"{key}: {length} does not divide seq_length = {model.seq_length}, whose windows"
                 " are cut into equal ones; give a length that does"
             )
-        if last <= before:
+        if stage.until is None:
+            if stage is not training.seq_length_schedule[-1]:
+                yield f"{key}: a stage without until stands before another; give its last step"
+            elif length < model.seq_length:
+                yield (
+                    f"{key}: the last stage has windows of {length} tokens, so no step has"
+                    " seq_length; lower seq_length, or give until"
+                )
+        elif stage.until <= before:
             yield (
-                f"{key}: a stage until step {last} stands after one until {before}; give"
+                f"{key}: a stage until step {stage.until} stands after one until {before}; give"
                 " rising steps"
             )
-        before = last
+        before = stage.until or before
     if 0 < training.train_iters <= before:
         yield (
             f"{key}: lasts until step {before} of train_iters = {training.train_iters}, so no"
             " step has seq_length; end it earlier"
         )
-    if before and (data.data_path or "").startswith(TASK_PREFIX):
+    if training.seq_length_schedule and (data.data_path or "").startswith(TASK_PREFIX):
         yield f"{key}: cuts windows, and a window of a task is one problem; drop it"
-    if before and training.torch_compile:
+    if training.seq_length_schedule and training.torch_compile:
         yield f"{key}: torch_compile compiles for one length; drop one of them"
+
+
+def _stages(
+    model: Model, position: Position, attention: Attention, training: Training, parallel: Parallel
+) -> Faults:
+    """Each stage is a configuration of its own, whose encoding the one before can become."""
+    if not training.seq_length_schedule or any(_encoding(model, position, attention, parallel)):
+        return  # what is wrong is reported already
+    entries = entries_of(position)
+    keys = ", ".join(key for key in Stage.model_fields if key != "until")
+    for stage in training.seq_length_schedule:
+        where = f"seq_length_schedule: {stage.name}"
+        for key in stage.model_extra or ():
+            yield f"{where}: {key} cannot change within a run; a stage changes {keys}"
+        options = stage.pos_emb_args
+        changeable = {
+            key for entry in entries for key in encoding_called(entry.name).changeable(options)
+        }
+        for key in options.keys() - changeable:
+            yield (
+                f"{where}: pos_emb_args.{key} cannot change within a run of"
+                f" {name_of_layers(position)}; base and scaling of rotary can"
+            )
+        sections = staged(position, attention, stage)
+        faults = [*_encoding(model, sections[0], sections[1], parallel)]
+        if len({*map(str, entries_of(sections[0]))}) < len({*map(str, entries)}):
+            faults.append(
+                "pos_emb_args gives different encodings of pos_emb_layers the same options;"
+                " leave out what they differ in"
+            )
+        if not faults:
+            try:
+                for entry in entries:
+                    with torch.random.fork_rng(devices=[]), Outline():
+                        encoding = build_entry(position, entry, _shape(model))
+                        encoding.use_scaling(encoding.changeable(options))
+            except UserError as fault:
+                faults.append(str(fault))
+        yield from (f"{where}: {fault}" for fault in faults)
 
 
 def _sharing(model: Model, data: Data, training: Training, parallel: Parallel) -> Faults:
@@ -239,7 +295,8 @@ def _sharing(model: Model, data: Data, training: Training, parallel: Parallel) -
     size, heads = parallel.context_parallel_size, model.num_attention_heads
     is_cut = parallel.model_parallel_size > 1
     lengths = [("seq_length", model.seq_length), ("seq_length_val", data.seq_length_val)]
-    lengths += [("seq_length_schedule", length) for length, _ in training.seq_length_schedule]
+    for stage in training.seq_length_schedule:
+        lengths.append(("seq_length_schedule", stage.seq_length or model.seq_length))
     for key, length in lengths:
         if length % size:
             yield (
@@ -400,6 +457,7 @@ CHECKS: tuple[Callable[..., Faults], ...] = (
     _model,
     _encoding,
     _training,
+    _stages,
     _sharing,
     _checkpoint,
     _optimizer,

@@ -8,10 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.legacy import NO_EFFECT, OFF, OPTIONS, RENAMED, SPELLINGS
-from megatron.config.schema import SECTIONS, Key, all_keys, default_of, plain
+from megatron.config.schema import SECTIONS, Key, Stage, all_keys, default_of, plain
 from megatron.files import write_text
 
-WORDS = {int: "whole number", float: "number", bool: "true | false", str: "text"}
+WORDS = {
+    int: "whole number",
+    float: "number",
+    bool: "true | false",
+    str: "text",
+    Stage: "stage, [length, last step] or mapping",
+}
 SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 README = Path(__file__).resolve().parents[2] / "configs" / "README.md"
 INTRODUCTION = """\

@@ -6,9 +6,16 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_serializer,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
-from pydantic_core import to_jsonable_python
+from pydantic_core import PydanticCustomError, to_jsonable_python
 
 from megatron.splits import SPLIT
 
@@ -327,6 +334,46 @@ class Data(Section):
     """Processes that read samples; 0: the training process reads them."""
 
 
+class Stage(Section):
+    """A part of a run, and what it changes of the configuration. [128, 200] is {seq_length: 128,
+    until: 200}."""
+
+    # Other keys get a message of their own (cross_checks.py).
+    model_config = ConfigDict(extra="allow")
+
+    until: Positive | None = None
+    """Its last step; only the last stage may leave it out."""
+    seq_length: Positive | None = None
+    window: Length | Literal["train_length"] | None = None
+    window_layers: Pattern[Length | Literal["train_length"] | None] = ()
+    pos_emb_args: dict[str, Any] = Field(default_factory=dict)
+    logn_scale: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def read(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return value
+        pair = as_tuple(value)
+        if len(pair) != 2:
+            form = "a stage such as [128, 200] or {until: 200, seq_length: 128}"
+            raise PydanticCustomError("stage", form)
+        return {"seq_length": pair[0], "until": pair[1]}
+
+    @model_serializer
+    def written(self) -> Any:
+        """As it is written in YAML: the keys that it sets, or length and last step alone."""
+        keys = {key: getattr(self, key) for key in type(self).model_fields}
+        set_keys = {key: value for key, value in keys.items() if key in self.model_fields_set}
+        if set_keys.keys() == {"until", "seq_length"}:
+            return [self.seq_length, self.until]
+        return set_keys
+
+    @property
+    def name(self) -> str:
+        return "the last stage" if self.until is None else f"the stage until step {self.until}"
+
+
 class Training(Section):
     """Length of the training, batch size and seed."""
 
@@ -336,10 +383,13 @@ class Training(Section):
     train_epochs: Positive | None = None
     """Instead of train_iters: number of passes over the training text. All passes have the same
     order. Several corpora take turns in proportion to their windows."""
-    seq_length_schedule: Annotated[tuple[Pair[Positive], ...], BeforeValidator(as_list)] = ()
-    """Shorter windows at first (SkyLadder, arXiv 2503.15450): length and last step of each stage,
-    such as `[[64, 200], [128, 600]]`; then seq_length. A length divides seq_length: each window is
-    cut into equal ones, so tokens per step and the order of the text stay."""
+    seq_length_schedule: Annotated[tuple[Stage, ...], BeforeValidator(as_list)] = ()
+    """Stages of a context that grows, such as `[[64, 200], [128, 600]]`: windows of 64 tokens up to
+    step 200, of 128 up to step 600, then of seq_length (SkyLadder, arXiv 2503.15450). A length
+    divides seq_length: each window is cut into equal ones, so tokens per step and the order of the
+    text stay. `{until: 600, seq_length: 128, window: 64, pos_emb_args: {base: 10000}}` also changes
+    window, window_layers, logn_scale or the frequencies of rotary; without `until` a stage is the
+    last one (docs/recipes.md)."""
     train_micro_batch_size_per_gpu: Positive = 4
     """Windows in one forward pass on one device."""
     gradient_accumulation_steps: Positive = 1
@@ -372,6 +422,13 @@ class Training(Section):
     exit_duration: Annotated[Float, Field(gt=0)] | None = None
     """Save and stop, with exit status 0, this many minutes after the process started. Also
     accepted: exit_duration_in_mins."""
+
+    def stage_of(self, step: int) -> Stage | None:
+        """The stage of a step, the first of which is 1; None after the last one."""
+        for stage in self.seq_length_schedule:
+            if stage.until is None or step <= stage.until:
+                return stage
+        return None
 
 
 class OptimizerParams(Section):

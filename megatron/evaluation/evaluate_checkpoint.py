@@ -139,7 +139,7 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
             jobs.append((output, tokens, attention, facts, windows_of[name]))
 
     # Without --judge the model as it was trained is the judge of every variant.
-    as_trained = MeasuredAttention.of(judge.trained.attention)
+    as_trained = MeasuredAttention.of(judge.trained.at_step(judge.record["step"]).attention)
     if judge is run:
         as_trained = replace(as_trained, attention_backend=config.attention.attention_backend)
     judges_itself = judge is run and attentions == [as_trained]

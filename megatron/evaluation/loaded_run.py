@@ -118,9 +118,10 @@ class LoadedModel:
     def facts(self, attention: MeasuredAttention) -> Facts:
         """The keys of every row about the model, as it now is, and about the code."""
         weight = next(self.model.parameters())
+        stage = self.trained.at_step(self.record["step"])
         facts = {
-            "pos_emb": name_of_layers(self.trained.position),
-            "pos_emb_args": self.trained.flat()["pos_emb_args"],
+            "pos_emb": name_of_layers(stage.position),
+            "pos_emb_args": stage.flat()["pos_emb_args"],
             "train_length": self.trained.model.seq_length,
             "step": self.record["step"],
             "windows_per_step": self.record.get("windows_per_step"),
@@ -281,6 +282,10 @@ def loaded_model(config: Config | None, folder: str | Path | None, step: int | N
             values[key] = trained[key]
     if "reset_attention_mask" in config.chosen and not config["reset_attention_mask"]:
         values = {"reset_position_ids": False}  # which needs the mask
+    stage = trained.at_step(record["step"])
+    for keys in (("window", "window_layers"), ("logn_scale",)):
+        if all(config[key] == trained[key] for key in keys):
+            values |= {key: stage[key] for key in keys}
     attention = config.attention.model_copy(update=values)
     config = replace(config, attention=attention)
     return LoadedModel(model, trained, config, path, record)

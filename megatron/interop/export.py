@@ -100,7 +100,8 @@ def export(run: str | Path, folder: str | Path, *, step: int | None = None) -> E
     trained = loaded_model(None, run, step)
     model, config, record = trained.model, trained.trained, trained.record
     # transformers passes no documents: what is exported is the same function of one.
-    model.use_attention(AttentionSettings.of(config.attention).of_one_document())
+    exported = config.at_step(record["step"])
+    model.use_attention(AttentionSettings.of(exported.attention).of_one_document())
 
     notes = []
     tokenizer = None
@@ -112,7 +113,7 @@ def export(run: str | Path, folder: str | Path, *, step: int | None = None) -> E
     begin = trained.tokenizer.get("bos_token")
     if tokenizer is not None and not isinstance(tokenizer, Subwords | SentencePieces):
         notes.append(f"No tokenizer: {tokenizer.name} has no tokenizer.json.")
-    form = form_of(model, config)
+    form = form_of(model, exported)
     end = trained.tokenizer.get("eod")
     ends = {"bos_token_id": trained.tokenizer.get("bos", end), "eos_token_id": end}
     try:

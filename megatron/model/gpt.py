@@ -1,8 +1,8 @@
 """The GPT of the papers. The encoding takes part through its hooks only."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -292,8 +292,12 @@ class GPT(nn.Module):
         """x [..., hidden] as `features` returns it -> [..., vocab]."""
         return F.linear(x, self.output_matrix, self.output_bias)
 
-    def use_attention(self, attention: AttentionSettings) -> None:
+    def use_attention(
+        self, attention: AttentionSettings, options: Mapping[str, Any] | None = None
+    ) -> None:
         """Compute attention with other settings, such as backend, window and log-n scale.
+
+        options: of encodings in place of their own, for those that may change them within a run
 
         Raises UserError for paper_precision of an encoding that the forks do not have, for
         documents that this encoding cannot keep apart, and for methods that exclude each other or
@@ -302,7 +306,8 @@ class GPT(nn.Module):
         attention.check(self._positions, self.train_length)
         self.attention = attention
         for position in self._positions:
-            position.use_scaling(attention.scaling(self.train_length))
+            changed = position.changeable(options or {})
+            position.use_scaling(changed | attention.scaling(self.train_length))
             position.use_paper_precision(attention.paper_precision)
             if attention.reset_attention_mask:
                 position.check_documents(restart=attention.reset_position_ids)

@@ -116,6 +116,11 @@ class Position(Float32Module):
         """The class that earlier options make of this one, and its own options among them."""
         return cls, dict(options)
 
+    @classmethod
+    def changeable(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of some options that may change within a run: `use_scaling` understands them."""
+        return {}
+
     def prepare(self, length: int) -> None:
         """Called once per forward pass, before every other hook: the place to draw at random.
 
@@ -314,7 +319,7 @@ class Position(Float32Module):
                 module.paper_precision = on
 
     def use_scaling(self, options: Mapping[str, Any]) -> None:
-        """Turn by the frequencies that these options of a `Scaling` give; {}: as trained.
+        """Turn by the frequencies that these options give in place of its own; {}: as built.
 
         Raises UserError for options that do not fit. Encodings that turn nothing stay as they are.
         """

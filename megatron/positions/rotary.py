@@ -85,6 +85,12 @@ class Rotary(Turning):
         """Frequencies as they are used, whatever the scaling: [dim / 2] float64 -> float32."""
         return frequencies.float()
 
+    @classmethod
+    def changeable(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """See Position. All that makes frequencies; not which features turn."""
+        names = {*options_of(cls), *cls.earlier} - {"rotary_pct", "interleaved"}
+        return {name: value for name, value in options.items() if name in names}
+
     def use_scaling(self, options: Mapping[str, Any]) -> None:
         """See Position."""
         if options == self.scaling:  # transformers calls this where numbers cannot be made
@@ -94,6 +100,11 @@ class Rotary(Turning):
             stretching = {"scaling" if name == "name" else name: options[name] for name in options}
             kind, arguments = self.joined({**self.options, **stretching})
             source = kind(self.shape, **arguments)
+            if type(source).prepare is not Rotary.prepare:
+                raise UserError(
+                    "scaling: dynamic has other frequencies at each length, which no other scaling"
+                    " can become within a run; use ntk or yarn"
+                )
         self.scaling = dict(options)
         self._turn_as(source)
 

@@ -101,10 +101,9 @@ def windows_per_step(config: Config) -> int:
 
 def length_of_step(config: Config, step: int) -> int:
     """Tokens of a window in a step, the first of which is 1."""
-    for length, last in config.training.seq_length_schedule:
-        if step <= last:
-            return length
-    return config.model.seq_length
+    stage = config.training.stage_of(step)
+    length = None if stage is None else stage.seq_length
+    return length or config.model.seq_length
 
 
 def with_epochs(config: Config, part: Part, ranks: int) -> Config:

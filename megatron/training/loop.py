@@ -14,11 +14,11 @@ from torch import Tensor
 
 from megatron.checkpoints.saved import remove_unfinished, with_parent
 from megatron.config import Config
-from megatron.config.schema import plain
+from megatron.config.schema import Stage, plain
 from megatron.data.parts import Part
 from megatron.errors import UserError
 from megatron.folder_lock import owned_folder
-from megatron.model import from_config
+from megatron.model import AttentionSettings, from_config
 from megatron.parallel.grid import Grid, owned_by_first, shared_faults
 from megatron.parallel.threads import count_parameters, local_processes, use_threads
 from megatron.training import checkpoint
@@ -76,9 +76,9 @@ def train(config: Config, grid: Grid) -> Path | None:
             peak_memory(grid.device)  # so that the first line's peak leaves out the engine's start
 
             for step in range(start.step + 1, steps + 1):
-                length = length_of_step(config, step)
+                run.enter_stage(step)
                 with run.profiling.step(step):
-                    result = trainer.train_step(run.batches.next_step(length))
+                    result = trainer.train_step(run.batches.next_step(length_of_step(config, step)))
                 losses.add(step, result)
 
                 stops = step < steps and stop.due(step)
@@ -176,6 +176,7 @@ class Run:
         if start.before is not None:
             resume(trainer, *start.before)
         trainer.restore_exact_positions()
+        self.stage: Stage | None = None
 
         folder = Path(config.checkpoint.save) if config.checkpoint.save else None
         log_folder = Path(settings.log_dir) if settings.log_dir else folder
@@ -185,6 +186,16 @@ class Run:
             self.log = TrainingLog(config, grid, log_folder, vocab, start.record, facts)
         self.stop = Stop(grid, steps=training.exit_interval, minutes=training.exit_duration)
         self.profiling = Profiling(settings, log_folder, grid, done=start.step)
+
+    def enter_stage(self, step: int) -> None:
+        """Let the model be that of a step's stage, before the step."""
+        stage = self.config.training.stage_of(step)
+        if stage is self.stage:
+            return
+        self.stage = stage
+        attention = AttentionSettings.of(self.config.at_step(step).attention)
+        self.trainer.model.use_attention(attention, stage and stage.pos_emb_args)
+        logger.info(f"from step {step} on: {plain(stage) if stage else 'as configured'}")
 
     def save(self) -> Path | None:
         """The folder of a checkpoint of this step, or None where `save` is not set."""

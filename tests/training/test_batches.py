@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from megatron.checkpoints.read import read_meta
+from megatron.checkpoints.read import load_for_evaluation, read_meta
 from megatron.checkpoints.saved import find
+from megatron.checkpoints.write import write_checkpoint
 from megatron.config import load
 from megatron.data.parts import open_parts
 from megatron.data.tokens import TokenWriter
@@ -175,6 +176,69 @@ def test_short_windows_have_the_loss_of_skyladders_mask(grid, tmp_path):
                 result = run.losses(cut, mean=True).item()
             losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
             assert result == pytest.approx(losses[counted].mean().item(), rel=1e-6)
+
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
+GROWING = (  # a stage, and the model of transformers that it means
+    ({"until": 1, "seq_length": 16, "window": 8}, {"rope_theta": 10000.0}, 8),
+    ({"until": 2, "seq_length": 32, "pos_emb_args": {"base": 500}}, {"rope_theta": 500.0}, None),
+    (
+        {"pos_emb_args": {"scaling": "yarn", "factor": 4, "original_length": 16}},
+        {"rope_type": "yarn", "rope_theta": 10000.0, **YARN},
+        None,
+    ),
+)
+
+
+def test_each_stage_trains_and_is_measured_as_transformers_model_of_its_settings(grid, tmp_path):
+    """Windows are sliding ones of Mistral, frequencies those of its rope_parameters."""
+    corpus, weights = write(tmp_path, "short", 20), None
+    theirs = []
+    for _, rope, window in GROWING:
+        shape = MistralConfig(
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            intermediate_size=48,
+            vocab_size=257,
+            initializer_range=0.2,
+            sliding_window=window,
+            max_position_embeddings=64,
+            rope_parameters={"rope_type": "default", **rope},
+            attn_implementation="eager",
+        )
+        model = MistralForCausalLM(shape).eval()
+        weights = weights or model.state_dict()
+        model.load_state_dict(weights)
+        theirs.append(model)
+    theirs[1].save_pretrained(tmp_path / "mistral")
+    ours, config = open_model(tmp_path / "mistral")
+    facts = {"vocab": 257, "tokenizer": TOKENIZER}
+    parent = write_checkpoint(tmp_path / "parent", 0, ours.state_dict(), config, facts)
+
+    stages = [stage for stage, _, _ in GROWING]
+    words = [f"seq_length_schedule={json.dumps(stages)}", "seq_length=64", "pos_emb_args={}"]
+    words += [f"data_path={corpus}", "split=1,0,0", "train_iters=3", "eval_interval=0"]
+    words += [f"load={parent}", f"save={tmp_path / 'run'}", "finetune=true", "save_interval=1"]
+    words += ["optimizer.params.lr=0", "log_interval=1"]
+    config = load([parent / "config.yml"], words)
+    train(config, grid)
+    batches = Batches(config, Grid(), open_parts(config.data, ["train"]))
+    logged = records(tmp_path / "run")
+    for step, (stage, model) in enumerate(zip(stages, theirs, strict=True), 1):
+        [batch] = batches.next_step(stage.get("seq_length", 64))
+        with torch.no_grad():
+            logits = model(batch[:, :-1]).logits
+        expected = F.cross_entropy(logits.transpose(1, 2), batch[:, 1:]).item()
+        assert logged[step]["loss"] == pytest.approx(expected, rel=2e-6)
+        saved, _, _ = load_for_evaluation(tmp_path / "run", step)
+        with torch.no_grad():
+            loss = saved(batch[:, :-1], batch[:, 1:], mean=True).item()
+        assert loss == pytest.approx(expected, rel=2e-6)
+        other = theirs[step % 3](batch[:, :-1]).logits
+        other_loss = F.cross_entropy(other.transpose(1, 2), batch[:, 1:]).item()
+        assert abs(other_loss - expected) > 1e-3
 
 
 def test_the_log_says_the_length_of_a_step_and_validations_keep_theirs(

@@ -24,6 +24,12 @@ from megatron.training.start import Saved, Start, checkpoint_to_continue, with_s
 from tests.training.conftest import check_same, copy_of, interrupted, records, settings, tiny
 
 LLAMA = ["norm=rmsnorm", "activation=swiglu", "num_key_value_heads=2", "qk_norm=true"]
+STAGES = [
+    "seq_length_schedule=[{until: 4, seq_length: 16, window: 8},"
+    " {until: 6, window_layers: [16, null], pos_emb_args: {base: 500}},"
+    " {logn_scale: true, pos_emb_args: {scaling: yarn, factor: 4, original_length: 16}}]"
+]
+"""The run is broken where the second begins."""
 DOCUMENTS = ["reset_attention_mask=true", "reset_position_ids=true", "eod_mask_loss=true"]
 
 
@@ -38,6 +44,7 @@ DOCUMENTS = ["reset_attention_mask=true", "reset_position_ids=true", "eod_mask_l
         ["checkpoint_activations=true", *DOCUMENTS],
         ["optimizer.type=Muon", "layers=[kda, attention]"],
         ["seq_length_schedule=[[16, 3], [32, 6]]"],
+        [*STAGES, "pos_emb=rotary", "zero_optimization.stage=2"],
     ],
     ids=[
         "fp32",
@@ -48,6 +55,7 @@ DOCUMENTS = ["reset_attention_mask=true", "reset_position_ids=true", "eod_mask_l
         "documents",
         "muon-hybrid",
         "lengths",
+        "stages",
     ],
 )
 def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_last_bit(grid, corpus, tmp_path, how):
