@@ -67,6 +67,7 @@ class Position(Float32Module):
     score_rank: rank of score_bias, the last dimension of u and w
     sums_over_tokens: score_bias gives as w a sum over the tokens up to each key, so that parts of a
         text can be summed apart (`running_sum`)
+    by_token: on_queries_keys_by_content reads of x each token's own vector alone
     heads_alike: on_queries_keys does the same to every head, so that it can be given some of them
     draws_positions: `prepare`, where an encoding has its own, draws at random in training
     claims: some of "zero_at_0", "never_rises" and "conditionally_positive_definite", as KERPLE's
@@ -92,6 +93,7 @@ class Position(Float32Module):
     stretched_by: str | None = None
     score_rank: int = 1
     sums_over_tokens: bool = False
+    by_token: bool = False
     heads_alike: bool = False
     draws_positions: bool = True
     draws: ClassVar[dict[str, float]] = {}
@@ -272,8 +274,8 @@ class Position(Float32Module):
             self,
             {
                 "on_scores needs all scores at once": self.has("on_scores"),
-                "on_queries_keys_by_content reads the tokens before": self.has(
-                    "on_queries_keys_by_content"
+                "on_queries_keys_by_content reads the tokens before": (
+                    self.has("on_queries_keys_by_content") and not self.by_token
                 ),
                 "block_scores reads the tokens between query and key": self.has("block_scores"),
                 f"{self.crosses_documents} reads the text before": self.crosses_documents,

@@ -39,7 +39,12 @@ class Sum(Position):
             self.parts.append(build(name, shape, **options))
         parts_with = {
             hook: [part for part in self._parts if part.has(hook)]
-            for hook in ("score_bias", "on_queries_keys", "block_scores")
+            for hook in (
+                "score_bias",
+                "on_queries_keys",
+                "on_queries_keys_by_content",
+                "block_scores",
+            )
         }
         rotating = [part for part in self._parts if part.rotates]
         self.per_layer = any(part.per_layer for part in self._parts)
@@ -49,6 +54,8 @@ class Sum(Position):
         self.heads_per_query = max(part.heads_per_query for part in self._parts)
         self.score_rank = sum(part.score_rank for part in parts_with["score_bias"])
         self.sums_over_tokens = all(part.sums_over_tokens for part in parts_with["score_bias"])
+        by_content = parts_with["on_queries_keys_by_content"]
+        self.by_token = all(part.by_token for part in by_content)
         self.heads_alike = all(part.heads_alike for part in parts_with["on_queries_keys"])
         self.stretches = bool(rotating) and all(part.stretches for part in rotating)
         for part in reversed(self._parts):
@@ -56,7 +63,7 @@ class Sum(Position):
             self.stretched_by = part.stretched_by or self.stretched_by
             self.score_width = part.score_width
         if len(parts_with["block_scores"]) > 1:
-            raise UserError("parts: only one part can give the scores themselves; name one path")
+            raise UserError("parts: only one part can give the scores themselves; keep one of them")
         for part in self._parts[1:]:
             if part.score_width != 1:
                 raise UserError(

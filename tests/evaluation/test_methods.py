@@ -53,7 +53,9 @@ TABLES = {
     *("kerple_log", "kerple_log_3para", "kerple_power", "kerple_wht_1para", "kerple_wht_2para"),
     *("mep", "mep_free", "mep_param", "mep_param_t5", "sandwich", "scaled_distance", "t5", "tanh"),
 }
-NO_POSITIONS = {"none", "cable", "fox", "selective_rope", "carope", "ssmax", "attn_temperature"}
+NO_POSITIONS = {
+    *("none", "cable", "fox", "selective_rope", "carope", "repo", "ssmax", "attn_temperature"),
+}
 REFUSE_ALL = {
     *("cope", "dape", "dape_v2", "fire", "fope", "grape_a", "grape_ap", "learned", "path"),
     *("path_fox", "sinusoidal", "stick_breaking", "wall"),

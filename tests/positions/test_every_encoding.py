@@ -34,6 +34,7 @@ WITH_OPTIONS = {
     "learned slopes and weights": Subject("mep", HALF_LEARNED),
     "xpos with one decay": Subject("xpos", {"xi": 0.998}),
     "wall with scalar gates": Subject("wall", {"scalar_gate": True}),
+    "repo of one position for all heads": Subject("repo", {"by_head": False, "gated": False}),
     "stick_breaking from the own key": Subject("stick_breaking", {"attend_current": True}),
 }
 SUBJECTS = ENCODINGS | WITH_OPTIONS

@@ -1,0 +1,79 @@
+"""RePo: rotary at real positions that each token's content chooses (arXiv 2512.14391)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.errors import UserError
+from megatron.positions.base import Memory, Pair, Position, Shape
+from megatron.positions.frequencies import LEAST_BASE, inverse_frequencies
+from megatron.positions.precision import at_least_float32, without_autocast
+from megatron.positions.registry import positive, register, whole
+from megatron.positions.rotary import even, rotate_both
+
+
+@register("repo")
+class RePo(Position):
+    """Rotary at position z = W_f (silu(W_g x) · W_c x), a real number for each token and head.
+
+    x is the input of the layer's attention, and each layer has its own maps (arXiv 2512.14391, with
+    the released code's first values). The order of tokens is known by the causal mask alone. The
+    paper's models have it from a layer on, with rotary before: see `pos_emb_layers`. It needs a key
+    head for each head, unless all heads have one position.
+
+    gated: false: z = W x
+    by_head: whether each head has positions of its own
+    width: rows of W_g and W_c; null for hidden_size / 8
+    base: slowest wavelength / 2π
+    init_std: standard deviation of the first values of the maps
+    """
+
+    per_layer = True
+    grouped_queries = False
+    by_token = True
+    frequencies: Tensor
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        gated: bool = True,
+        by_head: bool = True,
+        width: int | None = None,
+        base: float = 10000.0,
+        init_std: float = 0.02,
+    ) -> None:
+        super().__init__(shape)
+        even(shape.head_dim, "head_dim:")
+        std = positive("init_std", init_std, most=10.0)
+        self.grouped_queries = not by_head
+        outputs = shape.heads if by_head else 1
+        sizes = {"weight": (outputs, shape.hidden)}
+        if gated:
+            width = max(1, shape.hidden // 8) if width is None else width
+            width = whole("width", width, most=2**20)
+            sizes = {
+                "gate_weight": (width, shape.hidden),
+                "content_weight": (width, shape.hidden),
+                "weight": (outputs, width),
+            }
+        elif width is not None:
+            raise UserError("width: gated: false has no maps of a width - leave it out")
+        self.gated = gated
+        for name, size in sizes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(size).normal_(0.0, std)))
+        base = positive("base", base, least=LEAST_BASE)
+        frequencies = inverse_frequencies(shape.head_dim, base).float()
+        self.register_buffer("frequencies", frequencies, persistent=False)
+
+    def on_queries_keys_by_content(self, q: Tensor, k: Tensor, x: Tensor, memory: Memory) -> Pair:
+        """q, k [batch, heads, length, head_dim] -> same; x [batch, length, hidden]."""
+        with without_autocast(x):
+            return rotate_both(q, k, self.positions(x)[..., None] * self.frequencies)
+
+    def positions(self, x: Tensor) -> Tensor:
+        """z: [batch, length, hidden] -> [batch, heads or 1, length], at least float32."""
+        x = at_least_float32(x)
+        if self.gated:
+            x = F.silu(self.mapped(x, "gate_weight")) * self.mapped(x, "content_weight")
+        return self.mapped(x, "weight").transpose(1, 2)
