@@ -142,17 +142,11 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
                 f"{key}: {len(pattern)} entries are too many for {layers} layer(s);"
                 " leave entries out"
             )
-    conflicts = {
-        "reset_attention_mask: true": attention.reset_attention_mask,
-        "context_parallel_size": parallel.context_parallel_size > 1,
-        "model_parallel_size": parallel.model_parallel_size > 1,
-    }
-    for key, is_set in conflicts.items():
-        if is_set and set(model.layers) > {ATTENTION}:
-            yield (
-                "layers: gated_delta and kda carry a state through the whole text, which is not"
-                f" cut; drop {key}, or layers"
-            )
+    if parallel.model_parallel_size > 1 and set(model.layers) > {ATTENTION}:
+        yield (
+            "layers: gated_delta and kda carry a state, whose heads are not divided over ranks;"
+            " set model_parallel_size: 1, or drop layers"
+        )
     if attention.window_layers and attention.window is not None:
         yield contradiction("window", "window_layers")
     if attention.reset_position_ids and not attention.reset_attention_mask:

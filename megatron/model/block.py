@@ -14,13 +14,19 @@ from megatron.attention import attend
 from megatron.attention.terms import Content, Terms
 from megatron.model.cache import LayerCache
 from megatron.model.documents import Documents, by_document
-from megatron.model.gated_delta import GatedDelta, KimiDelta, for_each_query_head
+from megatron.model.gated_delta import (
+    GatedDelta,
+    KimiDelta,
+    Ranks,
+    StateInputs,
+    for_each_query_head,
+)
 from megatron.model.settings import Architecture
 from megatron.positions import Position
 from megatron.positions.layers import ATTENTION
 
 
-class Context(Protocol):
+class Context(Ranks, Protocol):
     """How the parts of a text attend to each other, where others compute the other parts."""
 
     def part(self, length: int) -> slice:
@@ -328,7 +334,7 @@ class Block(nn.Module):
         self.mlp = MLP(model)
         self.mlp_output_norm = norm(after)
 
-    def forward(self, x: Tensor, inputs: AttentionInputs | LayerCache | None) -> Tensor:
+    def forward(self, x: Tensor, inputs: AttentionInputs | StateInputs) -> Tensor:
         """x [batch, length, hidden] -> same, or the tokens that attention leaves.
 
         inputs: what its kind reads beside x

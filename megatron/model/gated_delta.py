@@ -1,18 +1,45 @@
 """Gated DeltaNet and KDA: layers that read earlier tokens through a state of fixed size."""
 
 import math
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.model.cache import LayerCache
+from megatron.model.documents import Documents
 from megatron.model.settings import CONVOLVED, Architecture
 from megatron.positions.base import after_earlier
 from megatron.positions.precision import at_least_float32, without_autocast
 
 CHUNK = 64  # tokens that are computed at once
 CHUNK_BY_FEATURE = 8  # the same where features have their own decays: less memory
+
+
+class Ranks(Protocol):
+    """The processes that share a text, each of which has a part of it, in the order of `rank`."""
+
+    rank: int
+
+    def gather(self, part: Tensor) -> Tensor:
+        """The tensors of all ranks, joined along dimension 2. Every rank calls this."""
+        ...
+
+
+@dataclass(frozen=True)
+class StateInputs:
+    """What a layer with a state reads beside x.
+
+    documents: where they lie, if state and convolution begin anew at each;
+    cache: state and convolution of earlier tokens; None to keep nothing
+    context: the other parts of the text; None if x has all of it
+    """
+
+    documents: Documents | None = None
+    cache: LayerCache | None = None
+    context: Ranks | None = None
 
 
 class GatedDelta(nn.Module):
@@ -47,12 +74,15 @@ class GatedDelta(nn.Module):
         self.norm = nn.RMSNorm(value_dim, eps=model.layernorm_epsilon)
         self.dense = nn.Linear(width, hidden, bias=False)
 
-    def forward(self, x: Tensor, cache: LayerCache | None) -> Tensor:
+    def forward(self, x: Tensor, inputs: StateInputs) -> Tensor:
         """x [batch, length, hidden] -> same."""
-        memory = {} if cache is None else cache.memory
+        documents, context = inputs.documents, inputs.context
+        memory = {} if inputs.cache is None else inputs.cache.memory
         qkv = self.query_key_value(x).mT  # [batch, channels, length]
+        if context is not None:
+            memory["convolved"] = tokens_before(qkv, context)
         qkv = after_earlier(qkv, CONVOLVED - 1, memory, "convolved")
-        qkv = F.silu(self.convolution(qkv))
+        qkv = F.silu(self.convolved(qkv, documents))
 
         with without_autocast(x):
             parts = at_least_float32(qkv).split(self.widths, dim=1)
@@ -65,9 +95,32 @@ class GatedDelta(nn.Module):
             beta = self.largest_beta * beta.sigmoid()
             log_decay = -at_least_float32(self.A_log)[:, None, None].exp() * F.softplus(step)
             state = memory.get("state", torch.zeros_like(k[:, :, :1].mT @ v[:, :, :1]))
-            out, memory["state"] = gated_delta_rule(q, k, v, beta, log_decay, state)
+            values, keys = v.shape[3], k.shape[3]
+            if context is not None:
+                # Further columns, which show what becomes of any state before this part.
+                v = F.pad(v, (0, keys))
+                state = F.pad(torch.eye(keys, dtype=k.dtype, device=k.device), (values, 0))
+            numbers = None if documents is None else documents.numbers_after_earlier
+            out, state = gated_delta_rule(q, k, v, beta, log_decay, state, numbers)
+            memory["state"] = state
+            if context is not None:
+                out, of_state = out.split([values, keys], dim=3)
+                out = out + of_state @ state_before(state, context)
         out = self.norm(out.to(x.dtype).transpose(1, 2)).flatten(2)
         return self.dense(out * self.activation(self.gate(x)))
+
+    def convolved(self, qkv: Tensor, documents: Documents | None) -> Tensor:
+        """[batch, channels, CONVOLVED - 1 + length] -> [batch, channels, length]."""
+        out = self.convolution(qkv)
+        if documents is not None:
+            # The first tokens of a document once more, without those before it.
+            row, token = (documents.places < CONVOLVED - 1).nonzero(as_tuple=True)
+            place = documents.places[row, token]
+            tap = torch.arange(CONVOLVED, device=qkv.device)
+            read = qkv[row[:, None], :, token[:, None] + tap]  # [tokens, taps, channels]
+            read = read * (tap >= CONVOLVED - 1 - place[:, None])[..., None]
+            out[row, :, token] = torch.einsum("ntc,ct->nc", read, self.convolution.weight[:, 0])
+        return out
 
     def beta_and_step(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Before the sigmoid and the softplus, float32.
@@ -119,14 +172,23 @@ def first_steps(count: int) -> nn.Parameter:
 
 
 def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, state: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor,
+    state: Tensor,
+    numbers: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What each token reads, S_t q_t / sqrt(features), and the state Sᵀ after the last one.
 
     q, k, v [batch, heads, length, features], beta [batch, heads, length, 1], log_decay as beta or
     as k, state [batch, heads, features of k, features of v] -> as v, as state
+    numbers [batch, 1 + length]: of the documents of the token before and of these. The state is 0
+    where a document begins.
 
-    A chunk is solved at once: token i adds k_i u_iᵀ to Sᵀ, and (I + A) u = b is triangular.
+    A chunk is solved at once: token i adds k_i u_iᵀ to Sᵀ, and (I + A) u = b is triangular. Parts
+    of several documents in a chunk are blocks of A.
     """
     features = k.shape[3]
     # The root mean square becomes 1 / features: the norm 1, and for q the 1 / sqrt(features).
@@ -135,29 +197,66 @@ def gated_delta_rule(
     outputs = []
     length = CHUNK if log_decay.shape[3] == 1 else CHUNK_BY_FEATURE
     chunks = [part.split(length, dim=2) for part in (q, k, v, beta, log_decay)]
-    for q, k, v, beta, log_decay in zip(*chunks, strict=True):
-        # Sums since the chunk began; cumsum is not deterministic on CUDA.
-        total = k.new_ones(k.shape[2], k.shape[2]).tril() @ log_decay
-        decay = total.exp()
-        # Of key j until query i, and 1 where j is later: [batch, heads, i, j, 1 or features].
-        decay_between = (total[:, :, :, None] - total[:, :, None]).clamp(max=0).exp()
+    for chunk, (q, k, v, beta, log_decay) in enumerate(zip(*chunks, strict=True)):
+        # Whether token i reads the state, and then each token j: [i, 1 + j] or with a batch.
+        count = k.shape[2]
+        visible = k.new_ones(count, 1 + count).tril(1)
+        if numbers is not None:
+            number = numbers[:, None, chunk * length :][..., : 1 + count]
+            visible = visible * (number[..., 1:, None] == number[..., None, :])
+        state_visible, visible = visible[..., :1], visible[..., 1:]
+
+        # Sums since chunk or document began; cumsum is not deterministic on CUDA.
+        total = visible @ log_decay
+        decay = total.exp() * state_visible
+        # Of key j until query i, and 0 where it is hidden: [batch, heads, i, j, 1 or features].
+        log_decay_between = total[:, :, :, None] - total[:, :, None]
+        decay_between = (log_decay_between + visible.log()[..., None]).exp()
         a = beta * products(k, decay_between, k)
         b = beta * (v - (decay * k) @ state)
         u = torch.linalg.solve_triangular(a, b, upper=False, unitriangular=True)
-        outputs.append((decay * q) @ state + products(q, decay_between, k).tril() @ u)
+        outputs.append((decay * q) @ state + products(q, decay_between, k) @ u)
         state = decay[:, :, -1:].mT * state + (decay_between[:, :, -1] * k).mT @ u
     return torch.cat(outputs, dim=2), state
 
 
 def products(q: Tensor, decay_between: Tensor, k: Tensor) -> Tensor:
-    """Of each query i with each key j, of which `kept` is left.
+    """Of each query i with each key j, of which `decay_between` is left.
 
-    q, k [batch, heads, length, features], kept [batch, heads, i, j, 1 or features]
+    q, k [batch, heads, length, features], decay_between [batch, heads, i, j, 1 or features]
     -> [batch, heads, i, j]
     """
     if decay_between.shape[4] == 1:
         return decay_between[..., 0] * (q @ k.mT)
     return torch.einsum("bhif,bhijf,bhjf->bhij", q, decay_between, k)
+
+
+def tokens_before(qkv: Tensor, context: Ranks) -> Tensor:
+    """The last tokens of the ranks before, 0 before the text.
+
+    [batch, channels, own tokens] -> [batch, channels, CONVOLVED - 1]
+    """
+    count = CONVOLVED - 1
+    last = qkv[:, :, -count:]  # fewer where parts are shorter
+    # Rank 0 takes a slice of no tokens: every rank takes part in the backward pass.
+    before = context.gather(last)[:, :, : context.rank * last.shape[2]]
+    return F.pad(before, (count, 0))[:, :, -count:]
+
+
+def state_before(last: Tensor, context: Ranks) -> Tensor:
+    """The state Sᵀ before the own tokens: a part of the text makes a Sᵀ + b of it.
+
+    last [batch, heads, features of k, features of v and of k]: b and a of the own part
+    -> [batch, heads, features of k, features of v]
+    """
+    keys = last.shape[2]
+    parts = context.gather(last).split(keys, dim=2)
+    state = torch.zeros_like(parts[0][..., :-keys])
+    for part in parts[: context.rank]:
+        b, a = part[..., :-keys], part[..., -keys:]
+        state = a @ state + b
+    # Every rank takes part in the backward pass.
+    return state + 0 * parts[-1][..., :-keys]
 
 
 def for_each_query_head(x: Tensor, group: int) -> Tensor:

@@ -15,6 +15,7 @@ from megatron.errors import UserError
 from megatron.model.block import AttentionInputs, Block, Context, Method, normalisation
 from megatron.model.cache import Cache, LayerCache
 from megatron.model.documents import Documents, by_document
+from megatron.model.gated_delta import StateInputs
 from megatron.model.head import mean_loss, token_losses
 from megatron.model.settings import Architecture, AttentionSettings, initialize
 from megatron.positions import Position
@@ -254,7 +255,8 @@ class GPT(nn.Module):
         recompute = self.checkpoint_activations and torch.is_grad_enabled()
         for layer, block in enumerate(self.layers):
             layer_cache = None if cache is None else cache.layers[layer]
-            read: AttentionInputs | LayerCache | None = layer_cache
+            read: AttentionInputs | StateInputs
+            read = StateInputs(documents, layer_cache, self.context)
             if layer in self.plans:
                 read = replace(inputs[self.plans[layer]], cache=layer_cache, context=self.context)
                 if layer == len(self.layers) - 1:

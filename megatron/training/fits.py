@@ -6,7 +6,7 @@ Per device, for P learned numbers, N ranks and e bytes of a number (4 in fp32, e
                   weights e P, gradients e P, Adam's averages 8 P, in bf16 and fp16 float32 masters
                   4 P; ZeRO 1 divides Adam and masters by N, 2 also gradients, 3 also weights
     activations   e tokens (layers * one + 4 hidden), one = 17 hidden for the papers' GPT, and 28
-                  (measured) more where layers says gated_delta, 65 where it says kda; with
+                  (measured) more where layers says gated_delta, 58 where it says kda; with
                   checkpoint_activations e tokens (layers * hidden + one + 4 hidden)
                   tokens: of a window, those of one rank of context_parallel_size; all_gather keeps
                   keys and values of the others, 2 hidden in each layer, too
@@ -78,7 +78,10 @@ def needs(config: Config, vocab: int, ranks: int, device: torch.device) -> Train
     _, heads, key_dim, value_dim = model.delta_sizes
     values, keys = heads * value_dim, heads * key_dim
     # Measured, beyond attention; kda has a decay for each pair of a chunk and feature of a key.
-    delta_states = {ATTENTION: 0, "gated_delta": 28 * values, "kda": 28 * values + 37 * keys}
+    delta_states = {ATTENTION: 0, "gated_delta": 28 * values, "kda": 28 * values + 30 * keys}
+    if parallel.context_parallel_size > 1:  # what becomes of a state before the own part
+        delta_states["gated_delta"] += 5 * keys
+        delta_states["kda"] += 12 * keys
     kinds = layers_of_kinds(model)
     if training.checkpoint_activations:
         layers = model.num_layers * model.hidden_size + layer

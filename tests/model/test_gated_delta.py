@@ -1,5 +1,6 @@
 """Gated DeltaNet and KDA against their recurrence and transformers' layers, and hybrids."""
 
+from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
@@ -9,9 +10,11 @@ import torch
 from megatron.config import load
 from megatron.evaluation.attention_probes import attention_by_distance
 from megatron.model import GPT, Architecture, Cache, from_config
-from megatron.model.gated_delta import GatedDelta, KimiDelta, gated_delta_rule
+from megatron.model.documents import Documents
+from megatron.model.gated_delta import GatedDelta, KimiDelta, StateInputs, gated_delta_rule
 from megatron.model.settings import initialize
 from megatron.model.size import PER_STATE, attention_flops, parameters
+from tests.model import test_documents
 from tests.model.test_cache import in_pieces
 
 SIZES = ["num_layers=6", "hidden_size=32", "num_attention_heads=4", "seq_length=48"]
@@ -94,7 +97,56 @@ def test_a_layer_with_decays_by_feature_is_that_of_transformers_kimi_linear():
     weights["forget_gate.A_log"] = weights.pop("A_log").view(1, 1, 6, 1)
     theirs.load_state_dict(weights)
     x = torch.randn(2, 141, 32)
-    torch.testing.assert_close(ours(x, None), theirs(x), rtol=0, atol=2e-6)
+    torch.testing.assert_close(ours(x, StateInputs()), theirs(x), rtol=0, atol=2e-6)
+
+
+def window_of_documents() -> torch.Tensor:
+    """[2, 207] ids: documents of 1 to 130 tokens, which end at, before and after ends of chunks."""
+    ids = torch.randint(1, 50, (2, 207))
+    ids[0, [0, 2, 63, 64, 65, 130, 140, 151]] = test_documents.END
+    ids[1, [61, 191, 192, 206]] = test_documents.END
+    return ids
+
+
+@pytest.mark.parametrize(("dtype", "exact"), [(torch.float64, 1e-13), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("kind", [GatedDelta, KimiDelta])
+def test_a_document_reads_what_it_reads_alone_and_has_its_gradients(kind, dtype, exact):
+    """Alone in float64: in float32 a document alone is as far from that."""
+    layer = kind(replace(MODEL, **OTHER_HEADS))
+    documents = Documents.of(window_of_documents(), test_documents.END)
+    x = torch.randn(2, 207, 32)
+    alone, same_x = deepcopy(layer).double(), x.double().requires_grad_()
+    expected = []
+    for row, numbers in zip(same_x, documents.numbers, strict=True):
+        lengths = numbers.unique_consecutive(return_counts=True)[1].tolist()
+        parts = [alone(part[None], StateInputs()) for part in row.split(lengths)]
+        expected.append(torch.cat(parts, dim=1))
+    expected = torch.cat(expected)
+    layer, x = layer.to(dtype), x.to(dtype).requires_grad_()
+    result = layer(x, StateInputs(documents))
+    assert (result - layer(x, StateInputs())).abs().max() > 1e-2
+    torch.testing.assert_close(result.double(), expected, rtol=0, atol=exact)
+
+    weight = torch.randn_like(expected) / documents.numbers.numel()  # a mean over tokens
+    result = torch.autograd.grad((result * weight).sum(), [x, *layer.parameters()])
+    expected = torch.autograd.grad((expected * weight).sum(), [same_x, *alone.parameters()])
+    for mine, theirs in zip(result, expected, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=exact)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["gated_delta", "kda"])
+def test_documents_of_a_hybrid_are_each_of_them_alone_also_in_pieces(kind):
+    ids, settings = window_of_documents(), [f"layers=[{kind}, attention, {kind}]"]
+    plain = model(*settings)
+    expected = test_documents.one_by_one(plain, ids)
+    assert (plain(ids) - expected).abs().max() > 0.1
+    for more in ([], ["reset_position_ids=true"]):
+        gpt = model(*settings, "pos_emb=rotary", "reset_attention_mask=true", *more)
+        gpt.end_of_document = test_documents.END
+        torch.testing.assert_close(gpt(ids), expected, rtol=0, atol=2e-5)
+        result = in_pieces(gpt, ids, [1, 1, 60, 1, 1, 1, 2, 64, 5, 71])
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-4)
 
 
 def test_first_values_are_those_of_flash_linear_attention():

@@ -37,6 +37,7 @@ ENGINES = [
     *(("mep_param", "all_gather", stage) for stage in range(4)),
 ]
 SINKS = "softmax_type=learnable"
+GROUPS = ["linear_num_key_heads=2", "linear_num_value_heads=4", "linear_value_head_dim=12"]
 OPTIONS = {
     "documents": ["pos_emb=rotary", "reset_attention_mask=true", "reset_position_ids=true"],
     "documents of a table": ["pos_emb=mep_param", "reset_attention_mask=true"],
@@ -49,6 +50,12 @@ OPTIONS = {
     "grouped queries": ["pos_emb=rotary", "num_key_value_heads=2", "attention_gate=head"],
     "windows": ["pos_emb_layers=[rotary, fox]", "window_layers=[8, null]", SINKS],
     "recomputed": ["pos_emb=fox", "checkpoint_activations=true"],
+    "states": ["layers=[gated_delta, attention]", "allow_neg_eigval=true", *GROUPS],
+    "states by feature": ["layers=[kda, attention]", "checkpoint_activations=true"],
+    "documents of states": [
+        *("layers=[gated_delta, attention, kda]", "num_layers=3", "pos_emb=none"),
+        *("reset_attention_mask=true", *GROUPS),
+    ],
 }
 
 

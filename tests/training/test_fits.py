@@ -27,13 +27,16 @@ def test_zero_divides_the_state_and_checkpoints_follow_what_is_kept():
     assert needs(*every, "keep_last_n_checkpoints=3").disk == 4 * 16 * count
 
 
-@pytest.mark.parametrize(("kind", "numbers"), [("gated_delta", 28), ("kda", 65)])
-def test_a_layer_with_a_state_keeps_what_its_state_reads(kind, numbers):
+@pytest.mark.parametrize(("kind", "numbers", "shared"), [("gated_delta", 28, 5), ("kda", 58, 12)])
+def test_a_layer_with_a_state_keeps_what_its_state_reads(kind, numbers, shared):
     """So many numbers of the heads' width for each token beyond attention, in one layer of two."""
     tokens = 4 * 64
     for words in ([], ["checkpoint_activations=true"]):
         plain, hybrid = needs(*words), needs(*words, f"layers=[{kind}, attention]")
         assert hybrid.activations - plain.activations == 4 * tokens * numbers * 32
+    words = ["context_parallel_size=2", f"layers=[{kind}, attention]"]
+    beyond = needs(*words).activations - needs(words[0]).activations
+    assert beyond == 4 * tokens // 2 * (numbers + shared) * 32
 
 
 def test_a_model_beyond_the_memory_is_refused_with_its_numbers(monkeypatch):
