@@ -28,6 +28,7 @@ WEIGHTS = "model.safetensors"
 SETTINGS = "config.yml"
 ENGINE_STATE = "*_states.pt"  # DeepSpeed's files in a checkpoint, for resuming alone
 QUANTIZATION = "quantization"  # entry of an import whose weights were quantised, and key of rows
+TOKENIZER = "tokenizer"  # folder of a run that was imported
 SUM = "sha256"
 NO_SUM = "0" * 64  # stands in the text whose sum is taken
 LARGEST_RECORD = 64 * 2**20  # bytes; a record of a million unlogged losses has 20

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.checkpoints.manifest import QUANTIZATION, imported_class, weights_of
+from megatron.checkpoints.manifest import QUANTIZATION, TOKENIZER, imported_class, weights_of
 from megatron.checkpoints.read import load_for_evaluation
 from megatron.checkpoints.saved import find
 from megatron.commit import commit
@@ -96,10 +96,16 @@ class LoadedModel:
         return " ".join([*words, f"step {self.record['step']}", weights_of(self.path, self.record)])
 
     def tokenizer_files(self, prefixes: Iterable[Path]) -> list[TokenizerFiles]:
-        """Where its tokenizer's files may be: as given, as in training, beside token files."""
+        """Its tokenizer's files: as given, as in training, in its run, beside token files."""
         places: list[TokenizerFiles] = [(self.tokenizer.get("type") or "", None, None)]
         for data in (self.config.data, self.trained.data):
             places.append((data.tokenizer_type, data.vocab_file, data.merge_file))
+            vocab, merges = (
+                file and str(self.path.parent / TOKENIZER / Path(file).name)
+                for file in (data.vocab_file, data.merge_file)
+            )
+            if Path(vocab or "").is_file():  # the run may have been moved
+                places.append((data.tokenizer_type, vocab, merges))
         places = [place for place in places if place[0] and (place[1] or not needs_files(place[0]))]
         for prefix in prefixes:
             places.append(("HFTokenizer", str(prefix.with_name(BESIDE_TOKENS)), None))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.checkpoints.manifest import QUANTIZATION, entry_of, read_record
+from megatron.checkpoints.manifest import QUANTIZATION, TOKENIZER, entry_of, read_record
 from megatron.checkpoints.saved import steps_in, without_record
 from megatron.checkpoints.write import write_checkpoint
 from megatron.config import Config
@@ -36,7 +36,6 @@ from megatron.positions import fingerprint
 
 logger = logging.getLogger(__name__)
 
-TOKENIZER = "tokenizer"  # folder of a run
 FORM = "2"  # of imports: earlier ones put no token before a text
 ON_THE_FLY = Path("runs/imported")
 BY_ENDING = {".model": "SPMTokenizer", ".tiktoken": "TiktokenTokenizer"}

@@ -21,6 +21,7 @@ from megatron.data.tokens import TokenWriter
 from megatron.errors import UserError
 from megatron.evaluation.methods import MeasuredAttention
 from megatron.evaluation.options import method_or_none
+from megatron.generation.with_tokenizer import opened_with_tokenizer
 from megatron.interop import open_model
 from megatron.interop.families import FAMILIES, read_weights, write_weights
 from megatron.interop.huggingface import WHOLE, open_folder, read_settings
@@ -402,6 +403,9 @@ def test_an_import_is_an_ordinary_checkpoint_with_its_origin(folder, tmp_path):
     assert faults_of(run / "global_step0") == []
     with pytest.raises(UserError, match="is a checkpoint of this program already"):
         import_checkpoint(run, tmp_path / "again")
+    # A run that was moved has its tokenizer with it.
+    _, tokenizer = opened_with_tokenizer(None, run.rename(tmp_path / "moved"), None)
+    assert tokenizer.hash == record["tokenizer"]["hash"]
 
 
 def test_an_import_that_cannot_be_right_writes_nothing(folder, tmp_path):
