@@ -51,7 +51,16 @@ MOVING = ("leaky_rerope", "rerope", "self_extend", "dual_chunk", "string")
 TABLES = {
     *("alibi", "bam", "gaussian", "kerple_bias_2para", "kerple_bias_3para", "kerple_bias_wht"),
     *("kerple_log", "kerple_log_3para", "kerple_power", "kerple_wht_1para", "kerple_wht_2para"),
-    *("mep", "mep_free", "mep_param", "mep_param_t5", "sandwich", "scaled_distance", "t5", "tanh"),
+    *(
+        "mep",
+        "mep_free",
+        "mep_param",
+        "mep_param_t5",
+        "sandwich",
+        "scale_invariant",
+        "scaled_distance",
+    ),
+    *("t5", "tanh"),
 }
 NO_POSITIONS = {
     *("none", "cable", "fox", "selective_rope", "carope", "repo", "ssmax", "attn_temperature"),

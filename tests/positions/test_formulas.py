@@ -138,6 +138,7 @@ CASES = [
         {"linear": 0.5, "log": SLOPES, "root": 1e-3},
         lambda of: -0.5 * D - S * torch.log(1 + D) - 1e-3 * D.sqrt(),
     ),
+    Case("scale_invariant", {"tau": 3.5}, lambda of: (-2 * torch.log(1 + D / 3.5)).expand(12, -1)),
     Case("t5", {}, t5),
     Case("kerple_log", {}, kerple_log),
     Case("kerple_log", {"p": 2.2}, lambda of: -2.2 * torch.log(1 + of("a") * D)),
@@ -203,6 +204,25 @@ def test_a_weight_is_its_formula_and_adds_nothing():
         # exp turns an absolute error of the exponent, 1e-6 of up to 90, into a relative one
         torch.testing.assert_close(weight, expected, rtol=2e-4, atol=1e-6)
         assert (position.distance_bias(5) is None) == (name != "kerple_bias_wht")
+
+
+@pytest.mark.parametrize("tau", [1.0, 10.0, 40.0])
+def test_scale_invariant_attention_gives_each_power_of_ten_as_much(tau):
+    """The paper's condition: exp of the score of a standard normal product, by quadrature."""
+    position = build("scale_invariant", SHAPE, tau=tau)
+    weight, bias = (
+        table.double() for table in (position.distance_weight(LONG), position.distance_bias(LONG))
+    )
+    assert torch.equal(weight[:, :1], torch.ones(12, 1).double())
+    product = torch.linspace(-30, 30, 6001, dtype=torch.float64)
+    density = torch.exp(-(product**2) / 2) / math.sqrt(2 * math.pi) * 0.01
+    for distance in (0, 1, 10, 1000, LONG - 1):
+        scores = weight[0, distance] * product + bias[0, distance]
+        expected = math.exp(0.5) / (1 + distance / tau)
+        assert (scores.exp() * density).sum().item() == pytest.approx(expected, rel=2e-6)
+    mean = (bias + weight**2 / 2).exp()  # of a log-normal number
+    parts = [mean[0, 10**n : 10 ** (n + 1)].sum().item() for n in (3, 4)]
+    assert parts[0] == pytest.approx(parts[1], rel=0.05)
 
 
 def test_first_values_are_the_papers():

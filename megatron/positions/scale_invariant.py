@@ -1,0 +1,32 @@
+"""Scale-invariant attention: far keys compete more sharply for less attention."""
+
+from torch import Tensor
+
+from megatron.positions.base import DistanceBias, Shape
+from megatron.positions.registry import positive, register
+
+
+@register("scale_invariant")
+class ScaleInvariant(DistanceBias):
+    """√(1 + 2·ln(1 + d/tau)) times q·k/√head_dim, minus 2·ln(1 + d/tau), for all heads.
+
+    If q·k/√head_dim is standard normal, exp of the score has the mean √e / (1 + d/tau), so that
+    tokens 100 to 1000 back get about as much attention as tokens 1000 to 10000 (arXiv 2505.17083).
+    The paper was not available beyond its introduction: the formula is that of four third parties'
+    notes, which agree. Nothing is learned. The paper joins it to p-RoPE: `sum` with
+    `parts: [p_rope, scale_invariant]`.
+
+    tau: distance up to which scores change little
+    """
+
+    claims = ("zero_at_0", "never_rises", "conditionally_positive_definite")
+
+    def __init__(self, shape: Shape, *, tau: float = 10.0) -> None:
+        super().__init__(shape)
+        self.tau = positive("tau", tau, least=1e-6)
+
+    def log_kernel(self, distance: Tensor) -> Tensor:
+        return -2 * (distance / self.tau).log1p().expand(self.shape.heads, -1)
+
+    def distance_weight(self, length: int) -> Tensor:
+        return self.table(lambda distance: (1 - self.log_kernel(distance)).sqrt(), length)
