@@ -477,7 +477,7 @@ def by_chunks(method: Method, text: Text, v: Tensor) -> Tensor:
             if keys.stop == stop:  # the own chunk, under the causal mask
                 out, lse = with_lse(*qkv, part)
             else:
-                out, lse = merge(out, lse, *to_all_keys(*qkv, part, (query_place, place[keys])))
+                out, lse = merge(out, lse, *far_keys(*qkv, part, (query_place, place[keys])))
         outputs.append(with_sink(out, lse, terms.sink))
     return torch.cat(outputs, dim=2).to(v.dtype)
 
@@ -489,30 +489,44 @@ def with_lse(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Ten
     return out, lse
 
 
-def to_all_keys(
-    q: Tensor, k: Tensor, v: Tensor, terms: Terms, places: tuple[Tensor, Tensor]
+def far_keys(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: Terms,
+    places: tuple[Tensor, Tensor],
+    last: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of queries to keys that all stand before them: output and lse.
+    """Attention of queries to far keys, in blocks of queries: output and lse.
 
-    places [queries], [keys] int64: tables are asked for their difference
+    places [queries], [keys] int64: tables are asked for their difference;
+    last [queries]: the index of the last key that each query sees, which may be beyond the keys;
+    None: all queries see all keys
     """
+    (batch, heads, queries), keys = q.shape[:3], k.shape[2]
     tables = terms.bias is not None or terms.weight is not None
     plain = terms.is_causal_alone and terms.content is None
-    if plain and q.device.type == "cpu" and not torch.is_grad_enabled():
+    if plain and last is None and q.device.type == "cpu" and not torch.is_grad_enabled():
         return cpu_kernel(q, k, v, None)
-    size = max(1, min(BLOCK, MOST_SCORES // (q.shape[0] * q.shape[1] * max(1, k.shape[2]))))
-    outs, lses, (query_place, key_place) = [], [], places
-    for start in range(0, q.shape[2], size):
-        rows, keys = slice(start, start + size), slice(0, k.shape[2])
-        distance = (query_place[rows, None] - key_place).clamp(min=0) if tables else None
+    if last is None:
+        last = torch.full_like(places[0], keys)
+    size = max(1, min(BLOCK, MOST_SCORES // (batch * heads * keys)))
+    outs, lses = [], []
+    for start in range(0, queries, size):
+        rows = slice(start, min(start + size, queries))
+        first_key = 0 if terms.window is None else max(0, int(last[start]) - terms.window + 1)
+        columns = slice(first_key, min(int(last[rows.stop - 1]) + 1, keys))
+        distance = None
+        if tables:
+            distance = (places[0][rows, None] - places[1][columns]).clamp(min=0)
         scores = all_scores(
             q[:, :, rows],
-            k,
-            terms.part(rows, keys),
-            query=torch.full_like(query_place[rows], k.shape[2]),
+            k[:, :, columns],
+            terms.part(rows, columns),
+            query=last[rows] - first_key,
             distance=distance,
         )
-        out, lse = attended(scores, v, True)
+        out, lse = attended(scores, v[:, :, columns], True)
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
@@ -543,8 +557,7 @@ def near_far(
     dtype = torch.promote_types(v.dtype, torch.float32)
     (near_q, near_k), (far_q, far_k) = ([x.to(dtype) for x in pair] for pair in (near, far))
     wide_v = v.to(dtype)
-    batch, heads, queries = near_q.shape[:3]
-    keys = v.shape[2]
+    queries, keys = near_q.shape[2], v.shape[2]
     before = keys - queries
     nearest = min(distance, window or distance)  # keys that are near and visible
     out, lse = with_lse(near_q, near_k, wide_v, replace(terms, window=nearest))
@@ -553,42 +566,20 @@ def near_far(
         return with_sink(out, lse, terms.sink).to(v.dtype)
 
     # The keys that are far enough are those of a causal mask, `distance` tokens earlier.
-    tables = terms.bias is not None or terms.weight is not None
+    rows = slice(first, queries)
+    columns = slice(0, keys - distance if sinks is None else min(sinks, keys - distance))
+    qkv = far_q[:, :, rows], far_k[:, :, columns], wide_v[:, :, columns]
     terms = replace(terms, window=None if window is None else window - distance)
-    if not tables and terms.content is None and sinks is None:
-        rows, columns = slice(first, queries), slice(0, keys - distance)
-        qkv = far_q[:, :, rows], far_k[:, :, columns], wide_v[:, :, columns]
-        both = merge(out[:, :, rows], lse[:, :, rows], *with_lse(*qkv, terms))
-        merged = torch.cat([out[:, :, :first], both[0]], dim=2)
-        merged_lse = torch.cat([lse[:, :, :first], both[1]], dim=2)
-        return with_sink(merged, merged_lse, terms.sink).to(v.dtype)
-    outputs = [with_sink(out[:, :, :first], lse[:, :, :first], terms.sink)]
-    recorded = torch.is_grad_enabled()
-    size = max(1, min(BLOCK, MOST_SCORES // (batch * heads * keys)))
-    for start in range(first, queries, size):
-        rows = slice(start, min(start + size, queries))
-        begin = 0 if window is None else max(0, before + start - window + 1)
-        end = before + rows.stop - distance
-        columns = slice(begin, end if sinks is None else min(sinks, end))
-        index = torch.arange(before + start, before + rows.stop, device=v.device)
-        back = None
-        if tables:
-            back = (places[0][rows, None] - places[1][columns]).clamp(min=0)
-        scores = all_scores(
-            far_q[:, :, rows],
-            far_k[:, :, columns],
-            terms.part(rows, columns),
-            query=index - distance - begin,
-            distance=back,
-        )
-        far_out, far_lse = attended(scores, wide_v[:, :, columns], True)
-        assert far_lse is not None
-        both = merge(out[:, :, rows], lse[:, :, rows], far_out, far_lse)
-        merged = with_sink(*both, terms.sink)
-        if recorded:
-            outputs.append(merged)
-        else:
-            out[:, :, rows] = merged
-    if not recorded:
-        out[:, :, :first] = outputs[0]
-    return (torch.cat(outputs, dim=2) if recorded else out).to(v.dtype)
+    if terms.bias is None and terms.weight is None and terms.content is None and sinks is None:
+        far_out, far_lse = with_lse(*qkv, terms)
+    else:
+        last = torch.arange(before + first, keys, device=v.device) - distance
+        part = terms.part(rows, columns)
+        far_out, far_lse = far_keys(*qkv, part, (places[0][rows], places[1][columns]), last)
+    both = merge(out[:, :, rows], lse[:, :, rows], far_out, far_lse)
+    if out.requires_grad:
+        out = torch.cat([out[:, :, :first], both[0]], dim=2)
+        lse = torch.cat([lse[:, :, :first], both[1]], dim=2)
+    else:  # no second copy
+        out[:, :, rows], lse[:, :, rows] = both
+    return with_sink(out, lse, terms.sink).to(v.dtype)
