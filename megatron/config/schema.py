@@ -625,6 +625,12 @@ class Evaluation(Section):
     """Tokens per forward pass, at least one window."""
     eval_part: Literal["valid", "test"] = "valid"
     """Part of the split that is measured."""
+    extrapolation_interval: Count = 0
+    """Steps between measurements within the training, and one after its last step: rows of
+    evaluate.py, into the same files. 0: never. They change no loss of the training."""
+    extrapolation: dict[str, Any] = Field(default_factory=dict)
+    """Options of evaluate.py for these, as a sweep has them: {protocol: [tail], tail: 128}. Unset:
+    equal_tokens at eval_lengths."""
 
 
 class Logging(Section):

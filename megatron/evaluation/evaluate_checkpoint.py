@@ -4,19 +4,23 @@ import itertools
 import json
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from torch import Tensor
 from tqdm import tqdm
 
-from megatron.checkpoints.saved import find, step_of
+from megatron.checkpoints.read import load_model
+from megatron.checkpoints.saved import find, folder_of, step_of
 from megatron.config import Config
 from megatron.config.schema import as_list
+from megatron.data.parts import Part, open_parts
 from megatron.data.samples import build_split, split_documents
+from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.evaluation.loaded_run import (
     LoadedModel,
@@ -24,18 +28,28 @@ from megatron.evaluation.loaded_run import (
     checkpoint_folder,
     loaded_model,
     loaded_run,
+    measurable,
+    on_text,
 )
 from megatron.evaluation.methods import MeasuredAttention, faults_of, method_of
-from megatron.evaluation.options import DTYPES, VARIED, Options
+from megatron.evaluation.options import DTYPES, VARIED, Options, options_of_words, words_of
 from megatron.evaluation.perplexity import key_tokens, measured
 from megatron.files import check_output
 from megatron.folder_lock import owned_file
 from megatron.model import positions_from_config
-from megatron.parallel.context import context_of
-from megatron.parallel.grid import ended_together, here, owned_by_first
+from megatron.parallel.context import Context, context_of
+from megatron.parallel.grid import Grid, ended_together, here, owned_by_first
 from megatron.parallel.threads import count_parameters, use_threads
 from megatron.positions import Position
-from megatron.protocols import LONGPPL, TASK, HeldOutText, Request, usual_protocol
+from megatron.protocols import (
+    LONGPPL,
+    TASK,
+    HeldOutText,
+    Protocol,
+    Request,
+    Windows,
+    usual_protocol,
+)
 from megatron.results.files import LINES, existing_results, write_results
 from megatron.results.row import (
     ATTENTION_INPUTS,
@@ -66,7 +80,7 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
     measured, for what cannot be measured or written.
     """
     run = loaded_run(config, options.checkpoint, options.step)
-    config, model, grid = run.config, run.model, here()
+    config, grid = run.config, here()
     size = config.parallel.context_parallel_size
     if grid.ranks % size == 0 or "context_parallel_size" in config.chosen:
         grid = grid.sharing(size)
@@ -75,7 +89,110 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
             f"context_parallel_size: {size} does not divide {grid.ranks} process(es), so each"
             " computes whole windows"
         )
+    use_threads(count_parameters(run.model), grid.device)
+    return measured_rows(run, options, grid, context_of(grid, "all_gather"))
 
+
+def evaluate_training(
+    config: Config,
+    weights: Mapping[str, Tensor],
+    record: Facts,
+    grid: Grid,
+    context: Context | None,
+    stops: Callable[[], bool],
+) -> None:
+    """Write the rows that the key `extrapolation` asks for, of a run that goes on.
+
+    They are those of `evaluate.py` with the checkpoint of this step, whether or not it is saved.
+
+    config: of the training; weights: all of them, in float32; record: of checkpoint.json, with the
+    step, the hash and the file of weights
+    stops: asked on every rank before each length; the rest is left out if it says so
+    """
+    path = folder_of(Path(config.checkpoint.save or ""), record["step"])
+    model = load_model(path, config, record, weights.items())
+    run = on_text(measurable(model, config, None, path, record))
+    measured_rows(run, options_of_training(config), grid, context, stops=stops)
+
+
+def options_of_training(config: Config) -> Options:
+    """The options that the key `extrapolation` gives; UserError for those that cannot be met."""
+    given = config.evaluation.extrapolation
+    if own := given.keys() & {"checkpoint", "step", "output"}:
+        raise UserError(f"extrapolation: {', '.join(sorted(own))}: the training gives it - drop it")
+    try:
+        options = options_of_words(words_of(given))
+        check_options(config, options)
+    except UserError as fault:
+        raise UserError(f"extrapolation: {fault}") from None
+    return options
+
+
+def check_training(config: Config) -> None:
+    """Raises UserError for rows within training that this text or configuration cannot give."""
+    options = options_of_training(config)
+    part = config.evaluation.eval_part
+    if config.checkpoint.save is None:
+        raise UserError("extrapolation_interval: its rows go into the folder of save - set save")
+    texts = open_parts(config.data, [part])[part]
+    for tokens in texts.files:
+        windows_of_text(config, options, texts, tokens)
+
+
+def windows_of_text(
+    config: Config, options: Options, texts: Part, tokens: TokenFile, judge: str = "self"
+) -> dict[str, tuple[Protocol, list[Windows]]]:
+    """The protocols of the options on a text by their names, each with the windows of its lengths.
+
+    config: sizes of the measurement, and length and seed of the training; judge: its name
+    Raises UserError for what this text cannot give.
+    """
+    usual = usual_protocol(tokens.prefix)
+    protocols = options.protocols(usual)
+    if usual == TASK and set(protocols) != {TASK}:
+        raise UserError(
+            f"--protocol: {tokens.prefix} is a task, which protocol task alone measures"
+            " - leave --protocol out, also train_iters: 0"
+        )
+    if usual != TASK and TASK in protocols:
+        raise UserError(
+            f"--protocol task: {tokens.prefix} is no task - give data_path=task:NAME, or"
+            " another protocol"
+        )
+    split, part = texts.split, texts.name
+    text = HeldOutText(
+        sorted(set(options.lengths or config.evaluation.eval_lengths)),
+        config.evaluation.eval_tokens,
+        part,
+        split,
+        train_length=config.model.seq_length,
+        judge=judge,
+        tokens=tokens,
+        documents=range(0) if usual == TASK else split_documents(tokens, split, part),
+        samples=partial(build_split, tokens, split, part, seed=config.training.seed),
+    )
+    windows_of = {}
+    for name, protocol in protocols.items():
+        protocol.check(text)
+        windows = [protocol.windows_at(text, length) for length in protocol.lengths(text)]
+        windows_of[name] = (protocol, windows)
+    return windows_of
+
+
+def measured_rows(
+    run: LoadedRun,
+    options: Options,
+    grid: Grid,
+    context: Context | None,
+    *,
+    stops: Callable[[], bool] = lambda: False,
+) -> MeasuredRows:
+    """Measure a run on its texts. Every process calls this.
+
+    grid: the processes that share the windows; context: those that share each window
+    stops: asked before each length; what is not measured yet is left out if it says so
+    """
+    config, model = run.config, run.model
     # Each protocol on each variant of each text, with the file of its rows.
     positions = [placed.position for placed in model.placed]
     attention = MeasuredAttention.of(config.attention)
@@ -89,54 +206,27 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
                 raise UserError(f"--judge: {fault}") from None
         if any(attention.method or attention.sinks is not None for attention in attentions):
             raise UserError(
-                f"context_parallel_size: {size} ranks share no text under --method or --sinks,"
-                " which move tokens - set it to 1"
+                f"context_parallel_size: {grid.context_ranks} ranks share no text under --method"
+                " or --sinks, which move tokens - set it to 1"
             )
-    context = context_of(grid, "all_gather")  # a judge may have another number of heads
     jobs = []
     lengths = sorted(set(options.lengths or config.evaluation.eval_lengths))
+    measured_as = replace(config, model=run.trained.model, training=run.trained.training)
+    judge_name = "self" if judge is run else judge.name
     for tokens in run.texts.files:
-        usual = usual_protocol(tokens.prefix)
-        protocols = options.protocols(usual)
-        if usual == TASK and set(protocols) != {TASK}:
-            raise UserError(
-                f"--protocol: {tokens.prefix} is a task, which protocol task alone measures"
-                " - leave --protocol out, also train_iters: 0"
-            )
-        if usual != TASK and TASK in protocols:
-            raise UserError(
-                f"--protocol task: {tokens.prefix} is no task - give data_path=task:NAME, or"
-                " another protocol"
-            )
-        split, part = run.texts.split, run.texts.name
-        text = HeldOutText(
-            lengths,
-            config.evaluation.eval_tokens,
-            part,
-            split,
-            train_length=model.train_length,
-            judge="self" if judge is run else judge.name,
-            tokens=tokens,
-            documents=range(0) if usual == TASK else split_documents(tokens, split, part),
-            samples=partial(build_split, tokens, split, part, seed=run.trained.training.seed),
-        )
-        windows_of = {}
-        for name, protocol in protocols.items():
-            protocol.check(text)
-            windows_of[name] = []
-            for length in protocol.lengths(text):
-                windows = protocol.windows_at(text, length)
-                run.check_known_tokens(windows.ids)
-                judge.check_known_tokens(windows.ids)
-                windows_of[name].append(windows)
-        for attention, (name, protocol) in itertools.product(attentions, protocols.items()):
+        windows_of = windows_of_text(measured_as, options, run.texts, tokens, judge_name)
+        for attention, name in itertools.product(attentions, windows_of):
+            protocol, windows = windows_of[name]
+            for each in windows:
+                run.check_known_tokens(each.ids)
+                judge.check_known_tokens(each.ids)
             words = [name] if name != "equal_tokens" else []
             words += [options.dtype] if options.dtype != "fp32" else []
             output = options.output or run.default_output(tokens, attention, words)
             check_output(output, LINES)
             existing_results(output)
             facts = run.facts_of_text(name, tokens) | protocol.facts
-            jobs.append((output, tokens, attention, facts, windows_of[name]))
+            jobs.append((output, tokens, attention, facts, windows))
 
     # Without --judge the model as it was trained is the judge of every variant.
     as_trained = MeasuredAttention.of(judge.trained.at_step(judge.record["step"]).attention)
@@ -153,7 +243,6 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
     with owned_by_first(grid, *owned), ended_together(grid):
         for network in (model, judge.model):
             network.to(grid.device, DTYPES[options.dtype])
-        use_threads(count_parameters(model), grid.device)
         for output, tokens, attention, facts_of_text, by_length in jobs:
             model.use_attention(attention)
             logger.info("attention %s", model.attention_choice)
@@ -161,6 +250,8 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
             # As the first process reads them: all processes must agree.
             existing = grid.gather(existing_results(output))[0]
             for windows in by_length:
+                if stops():
+                    return MeasuredRows(rows, lengths)
                 name = f"{facts['protocol']} {windows.length}"
                 question = facts | windows.facts
                 question |= {"length": windows.length, "text": windows.text}

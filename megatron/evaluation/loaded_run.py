@@ -273,6 +273,17 @@ def loaded_model(config: Config | None, folder: str | Path | None, step: int | N
     path = Path(record["path"])
     if CONTROL.search(str(path)):  # every row repeats it
         raise UserError(f"checkpoint: {path} has a control character in its name - rename it")
+    return measurable(model, trained, config, path, record)
+
+
+def measurable(
+    model: GPT, trained: Config, config: Config | None, path: Path, record: dict[str, Any]
+) -> LoadedModel:
+    """A model with the settings of its measurement; see `LoadedModel`.
+
+    config: the configuration given; None for that of the training
+    Raises UserError for weights that are not finite.
+    """
     for name, weights in model.named_parameters():
         if not torch.isfinite(weights).all():
             raise UserError(
@@ -305,7 +316,11 @@ def loaded_run(config: Config | None, folder: str | Path | None, step: int | Non
     step: which checkpoint of a run; None for the latest
     Raises UserError if there is no checkpoint or no text, or if they do not belong together.
     """
-    loaded = loaded_model(config, folder, step)
+    return on_text(loaded_model(config, folder, step))
+
+
+def on_text(loaded: LoadedModel) -> LoadedRun:
+    """A model with its text; UserError if there is none, or they do not belong together."""
     trained, config, path = loaded.trained, loaded.config, loaded.path
     names_data = config if any(config[key] for key in DATA_PATHS) else trained
     part = config.evaluation.eval_part

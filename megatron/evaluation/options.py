@@ -167,6 +167,17 @@ class _Words(CommandParser):
         raise UserError(message.removeprefix("argument "))
 
 
+def words_of(options: Mapping[str, Any]) -> list[str]:
+    """The command line of options as YAML has them: {protocol: [tail, gap], two_by_two: true}."""
+    words = []
+    for key, value in options.items():
+        if value is False and isinstance(getattr(Options, key, None), bool):
+            continue
+        values = [] if value is True else value if isinstance(value, list) else [value]
+        words += ["--" + key.replace("_", "-"), *map(str, values)]
+    return words
+
+
 def options_of_words(words: Sequence[str]) -> Options:
     """The options of a command line; raises UserError for those that evaluate.py would refuse."""
     parser = _Words(add_help=False)

@@ -33,8 +33,8 @@ from megatron.config.yaml_files import find_file, read_file
 from megatron.data.parts import open_parts
 from megatron.data.tasks import TaskText
 from megatron.errors import UserError, control_fault, did_you_mean, visible
-from megatron.evaluation.evaluate_checkpoint import check_options
-from megatron.evaluation.options import Options, option_names, options_of_words
+from megatron.evaluation.evaluate_checkpoint import check_options, options_of_training
+from megatron.evaluation.options import option_names, options_of_words, words_of
 from megatron.files import ROOT, expanded, read_small
 from megatron.positions import fingerprint
 from megatron.results.files import existing_results, training_log, write_lines
@@ -319,6 +319,8 @@ def _cell(parts: SweepFile, values: Values, home: Path, path: Path) -> Cell:
             "train_epochs: a sweep must know its steps before it reads the text - set train_iters"
         )
     config = with_parent(config)
+    if config.evaluation.extrapolation_interval:
+        options_of_training(config)
 
     measured = config.evaluation
     evaluations = []
@@ -354,11 +356,7 @@ def _words(options: Mapping[str, Any]) -> list[str]:
     """Keys of the configuration become settings, others options: {eval_tokens: 4096, tail: 64}."""
     words = []
     for key, value in options.items():
-        if key in KEYS:
-            words.append(f"{key}={json.dumps(value)}")
-        elif value is not False or not isinstance(getattr(Options, key, None), bool):
-            values = [] if value is True else value if isinstance(value, list) else [value]
-            words += ["--" + key.replace("_", "-"), *map(str, values)]
+        words += [f"{key}={json.dumps(value)}"] if key in KEYS else words_of({key: value})
     return words
 
 

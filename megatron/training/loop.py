@@ -1,6 +1,7 @@
 """The training loop: open, build, resume; then batch, step, log, validate, save."""
 
 import contextlib
+import hashlib
 import logging
 import math
 import secrets
@@ -10,19 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save as serialized
 from torch import Tensor
 
+from megatron.checkpoints.manifest import WEIGHTS
 from megatron.checkpoints.saved import remove_unfinished, with_parent
 from megatron.config import Config
 from megatron.config.schema import Stage, plain
 from megatron.data.parts import Part
 from megatron.errors import UserError
+from megatron.evaluation.evaluate_checkpoint import check_training, evaluate_training
 from megatron.folder_lock import owned_folder
 from megatron.model import AttentionSettings, from_config
+from megatron.parallel.context import Context, context_of
 from megatron.parallel.grid import Grid, owned_by_first, shared_faults
 from megatron.parallel.threads import count_parameters, local_processes, use_threads
 from megatron.training import checkpoint
 from megatron.training.batches import Batches, length_of_step, open_text, with_epochs
+from megatron.training.checkpoint import full_weights
 from megatron.training.fits import check_fits
 from megatron.training.metrics import TrainingLog, peak_memory
 from megatron.training.optimizer import learning_rate
@@ -73,6 +79,8 @@ def train(config: Config, grid: Grid) -> Path | None:
         with contextlib.closing(run.log), stop, run.profiling:
             if start.before is None and checkpoint.is_saved(0, config.checkpoint):
                 saved = run.save()
+            if start.step and run.extrapolates(start.step):
+                run.extrapolate()  # what is missing of its rows
             peak_memory(grid.device)  # so that the first line's peak leaves out the engine's start
 
             for step in range(start.step + 1, steps + 1):
@@ -101,6 +109,11 @@ def train(config: Config, grid: Grid) -> Path | None:
                     stops = stop.reason is not None
                 if saves or stops:
                     saved = run.save()
+                if not stops and run.extrapolates(step):
+                    run.extrapolate()
+                    stops = stop.reason is not None
+                    if stops and not saves:
+                        saved = run.save()
                 if stops:
                     break
 
@@ -177,6 +190,11 @@ class Run:
             resume(trainer, *start.before)
         trainer.restore_exact_positions()
         self.stage: Stage | None = None
+        self.context: Context | None = None  # of rows within the training
+        if config.evaluation.extrapolation_interval:
+            with shared_faults(grid):
+                check_training(config)
+            self.context = context_of(grid, "all_gather")
 
         folder = Path(config.checkpoint.save) if config.checkpoint.save else None
         log_folder = Path(settings.log_dir) if settings.log_dir else folder
@@ -204,6 +222,22 @@ class Run:
         record["threads"] = torch.get_num_threads()
         with self.log.paused():
             return self.keeper.save(self.trainer, record)
+
+    def extrapolates(self, step: int) -> bool:
+        """Whether rows of a step are due."""
+        interval = self.config.evaluation.extrapolation_interval
+        return interval > 0 and (step % interval == 0 or step == self.config.training.train_iters)
+
+    def extrapolate(self) -> None:
+        """Write evaluate.py's rows of these weights; those that exist already are kept."""
+        weights = full_weights(self.trainer)
+        digest = hashlib.sha256(serialized(weights)).hexdigest() if self.grid.first else ""
+        record = self.facts | self.batches.record() | {"step": self.trainer.step}
+        record["config_hash"] = self.config.hash
+        record["files"] = {WEIGHTS: {"sha256": self.grid.gather(digest)[0]}}
+        grid = self.grid.sharing(self.grid.context_ranks)  # each rank has all layers
+        with self.log.paused():
+            evaluate_training(self.config, weights, record, grid, self.context, stops=self.stop.due)
 
     def validate(self) -> None:
         """Measure and log the loss of the validation, unless the run stops meanwhile.

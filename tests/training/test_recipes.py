@@ -1,6 +1,7 @@
 """docs/recipes.md: its trainings are configurations that load, and every recipe is in it."""
 
 import re
+import shlex
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ def test_the_guides_trainings_are_complete_configurations(monkeypatch):
     trainings = [line for line in COMMANDS if line.startswith("python deepy.py train.py ")]
     assert len(trainings) > 5
     for line in trainings:
-        files, overrides = split_words(line.split()[3:])
+        files, overrides = split_words(shlex.split(line)[3:])
         load(files, [*overrides, "data_path=c"]).require_for("train")
 
 
