@@ -4,11 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.errors import UserError
 from megatron.positions.base import Memory, Pair, Position, Shape
 from megatron.positions.frequencies import LEAST_BASE, inverse_frequencies
 from megatron.positions.precision import at_least_float32, without_autocast
-from megatron.positions.registry import positive, register, whole
+from megatron.positions.registry import positive, register
 from megatron.positions.rotary import even, rotate_both
 
 
@@ -21,9 +20,8 @@ class RePo(Position):
     paper's models have it from a layer on, with rotary before: see `pos_emb_layers`. It needs a key
     head for each head, unless all heads have one position.
 
-    gated: false: z = W x
+    gated: whether z is as above, W_g and W_c with hidden_size / 8 rows; false: z = W x
     by_head: whether each head has positions of its own
-    width: rows of W_g and W_c; null for hidden_size / 8
     base: slowest wavelength / 2π
     init_std: standard deviation of the first values of the maps
     """
@@ -39,7 +37,6 @@ class RePo(Position):
         *,
         gated: bool = True,
         by_head: bool = True,
-        width: int | None = None,
         base: float = 10000.0,
         init_std: float = 0.02,
     ) -> None:
@@ -47,21 +44,15 @@ class RePo(Position):
         even(shape.head_dim, "head_dim:")
         std = positive("init_std", init_std, most=10.0)
         self.grouped_queries = not by_head
-        outputs = shape.heads if by_head else 1
-        sizes = {"weight": (outputs, shape.hidden)}
-        if gated:
-            width = max(1, shape.hidden // 8) if width is None else width
-            width = whole("width", width, most=2**20)
-            sizes = {
-                "gate_weight": (width, shape.hidden),
-                "content_weight": (width, shape.hidden),
-                "weight": (outputs, width),
-            }
-        elif width is not None:
-            raise UserError("width: gated: false has no maps of a width - leave it out")
         self.gated = gated
-        for name, size in sizes.items():
-            self.register_parameter(name, nn.Parameter(torch.empty(size).normal_(0.0, std)))
+        features = shape.hidden
+        if gated:
+            features = max(1, shape.hidden // 8)
+            for name in ("gate_weight", "content_weight"):
+                first_values = torch.empty(features, shape.hidden).normal_(0.0, std)
+                self.register_parameter(name, nn.Parameter(first_values))
+        outputs = shape.heads if by_head else 1
+        self.weight = nn.Parameter(torch.empty(outputs, features).normal_(0.0, std))
         base = positive("base", base, least=LEAST_BASE)
         frequencies = inverse_frequencies(shape.head_dim, base).float()
         self.register_buffer("frequencies", frequencies, persistent=False)

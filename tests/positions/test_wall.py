@@ -55,10 +55,11 @@ def test_wall_gives_the_numbers_of_its_authors(variant, backend):
         for leaf in leaves.values():
             leaf.requires_grad_()
         position = build("wall", SHAPE, scalar_gate=variant == "wall_scalar").double()
-        position.log_gates = lambda x, leaves=leaves: F.logsigmoid(leaves["gate_logits"])
-        position.log_scalar_gates = lambda x, leaves=leaves: F.logsigmoid(
-            leaves["scalar_gate_logits"]
-        )
+        logits = {
+            "weight": leaves["gate_logits"].transpose(1, 2).flatten(2),
+            "scalar_weight": leaves["scalar_gate_logits"].transpose(1, 2),
+        }
+        position.mapped = lambda x, weight, bias, logits=logits: logits[weight]
         q, k, v = leaves["q"], leaves["k"], leaves["v"]
         x = golden.inputs[f"{length}.x"].double()
         if "scores" in expected:
@@ -112,8 +113,8 @@ def test_gradients_are_those_of_the_formula_in_blocks_of_attention():
         q, k, v, gates = (x.clone().requires_grad_() for x in numbers)
         log_f = F.logsigmoid(2 * gates)
         if ours:
-            position = build("wall", SHAPE).double()
-            position.log_gates = lambda x, log_f=log_f: log_f
+            position, logits = build("wall", SHAPE).double(), 2 * gates.transpose(1, 2).flatten(2)
+            position.mapped = lambda x, weight, bias, logits=logits: logits
             terms = inputs_of(position, q, k, torch.zeros(1, length, 24), {})
             out = attention(q, k, v, **terms, backend="sdpa")
         else:
