@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from megatron.cli_errors import command_parser, guarded
-from megatron.report.curves import plot_results
+from megatron.report.curves import draw_over_training, plot_results, write
 from megatron.results.files import read_rows
 from megatron.results.gain import table_of_gains
 from megatron.results.labels import sections
@@ -31,7 +31,10 @@ def main(argv: list[str] | None = None) -> int:
     for heading, members in sections(rows).items():
         if gains := table_of_gains(members):
             print(f"\n{heading}\n{gains.text()}")
-    if options.output:
+    if options.output and options.over_training:
+        write(draw_over_training(rows, over_seeds=options.over_seeds), options.output)
+        print(f"\nplot: {options.output}")
+    elif options.output:
         plot_results(rows, options.output, over_seeds=options.over_seeds)
         print(f"\nplot: {options.output}")
     return 0
@@ -45,6 +48,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-o", "--output", type=Path, metavar="PLOT", help="a .png, .svg or .pdf")
     parser.add_argument(
         "--over-seeds", action="store_true", help="one line per encoding: mean ± standard deviation"
+    )
+    parser.add_argument(
+        "--over-training", action="store_true", help="plot by step, a curve for each length"
     )
     parser.add_argument(
         "--bits-per-byte", action="store_true", help="instead of perplexity, for any tokenizers"

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from io import BytesIO
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -25,7 +25,7 @@ from megatron.files import write_output
 from megatron.results.files import PICTURES
 from megatron.results.gain import gains_of
 from megatron.results.labels import kinds, runs, sections
-from megatron.results.row import TASK, Row, trained_length
+from megatron.results.row import TASK, Row, encoding_of, grouped, trained_length
 from megatron.results.statistics import half_octaves
 from megatron.results.table import GUESSES, TOKENS_RIGHT, cell, mean_and_std, setting, starred
 from megatron.splits import TASK_PREFIX
@@ -174,6 +174,40 @@ def draw_perplexity(*texts: Groups, without: Collection[str] = (), title: str = 
     return _draw(panels, "perplexity", title, NEAR if without else "")
 
 
+def draw_over_training(rows: Sequence[Row], *, over_seeds: bool = False) -> Figure:
+    """Curves of perplexity by training step, one for each length, in a panel for each run.
+
+    rows: of many steps, as `extrapolation_interval` writes them
+    over_seeds: a panel for each encoding and way to train it, which have runs of several seeds
+    Raises UserError if a run has two rows of one step, length and protocol.
+    """
+    panels = []
+    for members in sections(rows).values():
+        # A stage changes what identifies a row, so a run is called by its last one.
+        run_of_last = {}
+        for run in grouped(members, ("config_hash", "seed")):
+            run.sort(key=lambda row: (row["step"], row["length"]))
+            for before, row in pairwise(run):
+                if (before["step"], before["length"]) == (row["step"], row["length"]):
+                    raise UserError(
+                        f"{encoding_of(row)}: two rows of step {row['step']} at {row['length']}"
+                        " - give the rows of one way to evaluate each run"
+                    )
+            run_of_last[id(run[-1])] = run
+        group = kinds if over_seeds else runs
+        for label, examples in group([run[-1] for run in run_of_last.values()]).items():
+            groups: dict[str, list[Row]] = {}
+            for example in examples:
+                for row in sorted(run_of_last[id(example)], key=lambda row: row["length"]):
+                    groups.setdefault(f"{row['length']} tokens", []).append(row)
+            curves = {
+                length: curve((row["step"], row["perplexity"]) for row in measured)
+                for length, measured in groups.items()
+            }
+            panels.append(Panel(groups, curves, f"step of {label}"))
+    return _draw(panels, "perplexity", "Perplexity over training", "", places="steps")
+
+
 def draw_by_position(groups: Groups, minus: str, without: Collection[str] = ()) -> Figure:
     """Curves of the loss by position; minus: the label whose mean loss is subtracted."""
     places, losses, _ = losses_by_position(groups[minus])
@@ -203,19 +237,19 @@ def draw_gains(groups: Groups) -> Figure:
             curves[label] = curve(points)
         panels.append(Panel(groups, curves, axis))
     title = "Targets that far context helps, and harms"
-    return _draw(panels, "targets (%)", title, GAINS, by_length=False)
+    return _draw(panels, "targets (%)", title, GAINS, places="nats")
 
 
 @matplotlib.rc_context(fname=STABLE)
 def _draw(
-    panels: Sequence[Panel], quantity: str, title: str, caption: str, *, by_length: bool = True
+    panels: Sequence[Panel], quantity: str, title: str, caption: str, *, places: str = "tokens"
 ) -> Figure:
     """Means over seeds, bands of one standard deviation, and legends with the last values.
 
     A legend ends with the labels that have no curve.
 
     quantity: what the upright axes show
-    by_length: places are tokens, so that the training length is one of them
+    places: tokens, of which the training length is one; nats; or steps, whose axis is linear
 
     Width and text sizes are the same in every figure. The height grows with the legends.
     """
@@ -224,11 +258,13 @@ def _draw(
     height = 0.0
     has_bands = False
     for axes, panel in zip(figure.subplots(len(panels), squeeze=False).flat, panels, strict=True):
-        places, means, stds = np.hstack([np.empty((3, 0)), *panel.curves.values()])
+        at_places, means, stds = np.hstack([np.empty((3, 0)), *panel.curves.values()])
         has_bands = has_bands or not np.isnan(stds).all()
         lowest, highest = means.min(initial=math.inf), means.max(initial=0)
         logarithmic = highest > WIDE * lowest > 0
         encodings = [rows[0]["pos_emb"] for rows in panel.groups.values()]
+        if places == "steps":  # a length has one look in all panels
+            encodings = [*panel.groups]
         empty, above = [], []
         for label, look in zip(panel.groups, looks(encodings), strict=True):
             if label not in panel.curves:
@@ -240,7 +276,7 @@ def _draw(
                 empty.append(label)
                 continue
             label = f"{label}: {cell(mean[-1])}"
-            if at[-1] < places.max():
+            if at[-1] < at_places.max():
                 label = f"{label} at {at[-1]:g}"
             every = max(1, len(at) // MARKERS_OF_A_CURVE)
             text = textwrap.fill(label, LETTERS)
@@ -257,8 +293,9 @@ def _draw(
 
         rows = [row for group in panel.groups.values() for row in group]
         axes.set(xlabel=panel.axis, ylabel=quantity)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:.0f}" if by_length else "{x:g}")
+        if places != "steps":
+            axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}" if places == "nats" else "{x:.0f}")
         if logarithmic:
             axes.set(ylabel=f"{quantity}, log scale", yscale="log")
             few_powers = highest < 100 * lowest  # then 2 and 5 help the eye
@@ -267,7 +304,7 @@ def _draw(
         axes.minorticks_off()
         axes.grid(axis="y", color="#E3E3E3", linewidth=0.8)
         axes.set_axisbelow(True)
-        trained = sorted({trained_length(row) or 0 for row in rows if by_length} - {0})
+        trained = sorted({trained_length(row) or 0 for row in rows if places == "tokens"} - {0})
         if trained:
             lengths = ", ".join(map(str, trained))
             axes.set_xlabel(f"{panel.axis}; dashed: training length {lengths}")
