@@ -184,6 +184,9 @@ class Model(Section):
     """The sum that attention divides by: vanilla: of the keys' exponentials; off-by-one: that plus
     1; learnable: that plus exp(a), with a learned number a for each head of each layer, 0 at first
     (learned sinks, gpt-oss). As in Megatron-LM."""
+    xsa: bool = False
+    """Take from what each head reads its projection on the token's own value (exclusive
+    self-attention, arXiv 2603.09078)."""
     layers: Pattern[Literal["attention", "gated_delta", "kda"]] = ()
     """Kinds of layers, a repeated pattern such as `[gated_delta, gated_delta, gated_delta,
     attention]`: gated_delta is Gated DeltaNet (arXiv 2412.06464), kda Kimi Delta Attention (arXiv

@@ -22,7 +22,7 @@ from megatron.model.gated_delta import (
     for_each_query_head,
 )
 from megatron.model.settings import Architecture
-from megatron.positions import Position
+from megatron.positions import Position, at_least_float32
 from megatron.positions.layers import ATTENTION
 
 
@@ -202,6 +202,18 @@ def attend_with_encoding(
     return out[:, :, unread:]
 
 
+def without_own_value(out: Tensor, v: Tensor) -> Tensor:
+    """What heads read, less its projection on the query's own value (XSA, arXiv 2603.09078).
+
+    out [batch, heads, queries, head_dim], v [batch, key heads, queries, head_dim] -> as out;
+    out - (out·v) v / |v|², in float32
+    """
+    v = for_each_query_head(v, out.shape[1] // v.shape[1])
+    direction = F.normalize(at_least_float32(v), dim=-1)
+    along = (out * direction).sum(-1, keepdim=True)
+    return (out - along * direction).to(out.dtype)
+
+
 class SelfAttention(nn.Module):
     """Causal self-attention, with keys and values that groups of query heads share.
 
@@ -212,6 +224,7 @@ class SelfAttention(nn.Module):
     heads_per_query: so many neighbouring heads have one q, which the encoding changes for each.
     qk_norm: full normalises all heads of a token together, before they are parted (OLMo 2).
     softmax_type: as in Megatron-LM; softmax_offset [heads] is the learned score of the sink.
+    xsa: see `without_own_value`; a gate multiplies what is left.
     """
 
     def __init__(self, model: Architecture) -> None:
@@ -238,6 +251,7 @@ class SelfAttention(nn.Module):
             self.stretch = math.sqrt(self.features / model.query_pre_attn_scalar)
         self.dense = nn.Linear(width, hidden, bias=model.bias_in_attn_output)
         self.heads = model.num_attention_heads
+        self.exclusive = model.xsa
         self.off_by_one = model.softmax_type == "off-by-one"
         self.softmax_offset = None
         if model.softmax_type == "learnable":
@@ -263,6 +277,8 @@ class SelfAttention(nn.Module):
 
         sink = x.new_zeros(self.heads) if self.off_by_one else self.softmax_offset
         out = attend_with_encoding(q, k, v, x, inputs, sink)
+        if self.exclusive:
+            out = without_own_value(out, v[:, :, inputs.first_query :])
         out = out.transpose(1, 2)  # [batch, queries, heads, head_dim]
         if self.gated:
             gate = gate[:, inputs.first_query :].reshape(batch, *out.shape[1:3], -1)

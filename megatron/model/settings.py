@@ -40,6 +40,7 @@ class Architecture:
     query_pre_attn_scalar: float | None = None
     attention_gate: Literal["head", "element"] | None = None
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
+    xsa: bool = False
     layers: tuple[str, ...] = ()
     allow_neg_eigval: bool = False
     linear_num_key_heads: int | None = None

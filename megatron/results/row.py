@@ -83,6 +83,7 @@ class Question(Variant, Setting, ProtocolOptions, total=False):
     layer_kinds: str  # kinds of layers, such as "3 gated_delta + 1 attention"; none: attention
     attention_gate: str  # head or element; none: no gate
     softmax_type: str  # off-by-one or learnable; none: vanilla
+    xsa: str  # true; none: false
     optimizer_type: str  # none: Adam
     origin: str  # Hugging Face's class of an imported model, whose seed is unknown
     quantization: str  # kinds that an import's weights were rounded to, as "Q4_K + Q6_K"; none: no
@@ -174,7 +175,9 @@ DEFAULTS.pop("dtype")
 # sweeps and bookkeeping last. EXPLAINS: words for what the hash of a configuration contains.
 # SHOWN_IF_SET: what a row has only where the model differs from the default, so that labels and the
 # table of models always name it.
-SHOWN_IF_SET = ("layer_kinds", "attention_gate", "softmax_type", "optimizer_type", "quantization")
+SHOWN_IF_SET = (
+    *("layer_kinds", "attention_gate", "softmax_type", "xsa", "optimizer_type", "quantization"),
+)
 OF_TRAINING = ("train_length", "step", "windows_per_step", "trained_on", "parent_model")
 EXPLAINS = {"pos_emb_args", "sweep", *SHOWN_IF_SET, *OF_TRAINING} - {"step", "quantization"}
 BOOKKEEPING = ("sweep", "config_hash", "checkpoint", "tokens", *PLACE_OPTIONS, "text", "key_text")
@@ -205,6 +208,7 @@ COLUMNS = {
     "layer_kinds": "layers",
     "attention_gate": "gate",
     "softmax_type": "softmax",
+    "xsa": "xsa",
     "optimizer_type": "optimizer",
     "quantization": "quantised to",
     "dtype": "dtype",

@@ -58,7 +58,7 @@ WITHOUT_FIRST_QUERIES = [
     ("pos_emb=rotary", "num_key_value_heads=2", "attention_gate=element"),
     ("pos_emb=kerple_log", "window=20", "softmax_type=learnable"),
     ("pos_emb=fire", "gpt_j_residual=true"),
-    ("pos_emb=fox", "norm_placement=post", "norm=rmsnorm"),
+    ("pos_emb=fox", "norm_placement=post", "norm=rmsnorm", "xsa=true"),
     ("pos_emb=ssmax", "logn_scale=true"),
     ("pos_emb=cope",),
     ("pos_emb=path_fox",),

@@ -40,6 +40,7 @@ COMBINATIONS = {
     "gpt-j": ["parallel_residual=true", "shared_norm=true", "use_bias_in_output=true"],
     "bloom": ["embedding_norm=true", "clip_qkv=0.5", "query_pre_attn_scalar=5"],
     "olmo": [*LLAMA, "norm=layernorm", "use_weight_in_norms=false", "activation=geglu"],
+    "exclusive": [*GROUPED, "xsa=true", "attention_gate=head", "softmax_type=off-by-one"],
     "layer norm of heads": ["qk_norm=true", "parallel_residual=true", "activation=relu"],
 }
 every_combination = pytest.mark.parametrize("parts", COMBINATIONS.values(), ids=COMBINATIONS)

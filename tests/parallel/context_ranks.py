@@ -47,7 +47,9 @@ OPTIONS = {
         "pos_emb_args={scaling: longrope, original_length: 24, long_factor: [2, 2, 3, 4],"
         " short_factor: [1, 1, 1, 1]}",
     ],
-    "grouped queries": ["pos_emb=rotary", "num_key_value_heads=2", "attention_gate=head"],
+    "grouped queries": [
+        *("pos_emb=rotary", "num_key_value_heads=2", "attention_gate=head", "xsa=true")
+    ],
     "windows": ["pos_emb_layers=[rotary, fox]", "window_layers=[8, null]", SINKS],
     "recomputed": ["pos_emb=fox", "checkpoint_activations=true"],
     "states": ["layers=[gated_delta, attention]", "allow_neg_eigval=true", *GROUPS],

@@ -33,7 +33,13 @@ SHAPE = [
 LLAMA = [
     *("norm=rmsnorm", "activation=swiglu", "num_key_value_heads=2", "qk_norm=true"),
     *("use_bias_in_attn_linear=false", "no_weight_tying=true", "checkpoint_activations=true"),
-    *("attention_gate=element", "softmax_type=learnable", "norm_placement=both", "clip_qkv=2"),
+    *(
+        "attention_gate=element",
+        "softmax_type=learnable",
+        "norm_placement=both",
+        "clip_qkv=2",
+        "xsa=true",
+    ),
     *("embedding_norm=true", "use_bias_in_output=true", "query_pre_attn_scalar=5"),
 ]
 CONTINUED = ((0, 2), (2, 3), (2, 4), (3, 5), (3, 6), (1, 7))
