@@ -17,7 +17,7 @@ INSTALLED := $(VENV)/installed
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-data demo-mep_free demo-rotary test test-docs gpu-check fuzz faults results results-cpu results-tasks results-context results-recipe results-sinks results-pretrained encodings lint format docs clean
+.PHONY: demo demo-data demo-mep_free demo-rotary test test-docs gpu-check fuzz faults results results-cpu results-tasks results-context results-recipe results-sinks results-documents results-pretrained encodings lint format docs clean
 
 # Everything goes through the commands that a user types. The results are in demo/; an interrupted demo continues where
 # it was. Both encodings are trained at the same time, each on its share of the cores.
@@ -82,6 +82,7 @@ faults: $(INSTALLED)
 #   make results PART=context   twelve encodings that copy from beyond their training length: nine hours of one core
 #   make results PART=recipe    five encodings under eight recipes on code and two tasks: seven hours of one core
 #   make results PART=sinks     rotary and ALiBi with windows and learned sinks: three and a half hours of one core
+#   make results PART=documents   hybrids with documents apart or not: about eight hours of one core, estimated
 #   make results PART=pretrained   methods for longer texts on SmolLM2-135M from PyPI: fifteen hours of one core
 #   make results PART="cpu tasks"
 PART ?= cpu
@@ -114,9 +115,9 @@ results-context results-recipe: $(CONTEXT).idx
 	$(PY) tools/sweep.py run configs/sweeps/$(@:results-%=%).yml --jobs 2
 	$(REPORT)
 
-results-sinks: $(INSTALLED)
+results-sinks results-documents: $(INSTALLED)
 	$(MAKE) --no-print-directory demo-data
-	$(PY) tools/sweep.py run configs/sweeps/sinks.yml --jobs 2
+	$(PY) tools/sweep.py run configs/sweeps/$(@:results-%=%).yml --jobs 2
 	$(REPORT)
 
 # A pretrained model from a wheel of PyPI, and the Debian Policy Manual as a text of words.

@@ -67,7 +67,7 @@ def test_a_run_goes_on_and_is_measured_with_other_ranks(forks, corpus, tmp_path)
     def run(script, save, load_from, ranks, *more):
         words = [f"data_path={corpus}", f"save={tmp_path / save}", "hidden_dropout=0"]
         words += [f"load={load_from}"] if load_from else []
-        words = tiny(*words, "pos_emb=fox", *more)
+        words = tiny(*words, "pos_emb=fox", "layers=[gated_delta, attention]", *more)
         forks.run_ranks(ranks, script, *words, log=tmp_path / "log")
         return tmp_path / save
 
