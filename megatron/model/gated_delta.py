@@ -104,8 +104,8 @@ class GatedDelta(nn.Module):
             out, state = gated_delta_rule(q, k, v, beta, log_decay, state, numbers)
             memory["state"] = state
             if context is not None:
-                out, of_state = out.split([values, keys], dim=3)
-                out = out + of_state @ state_before(state, context)
+                out, factor = out.split([values, keys], dim=3)
+                out = out + factor @ state_before(state, context)
         out = self.norm(out.to(x.dtype).transpose(1, 2)).flatten(2)
         return self.dense(out * self.activation(self.gate(x)))
 
@@ -114,8 +114,7 @@ class GatedDelta(nn.Module):
         out = self.convolution(qkv)
         if documents is not None:
             # The first tokens of a document once more, without those before it.
-            row, token = (documents.places < CONVOLVED - 1).nonzero(as_tuple=True)
-            place = documents.places[row, token]
+            row, token, place = documents.first_tokens
             tap = torch.arange(CONVOLVED, device=qkv.device)
             read = qkv[row[:, None], :, token[:, None] + tap]  # [tokens, taps, channels]
             read = read * (tap >= CONVOLVED - 1 - place[:, None])[..., None]
