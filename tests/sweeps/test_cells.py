@@ -10,9 +10,11 @@ import torch
 
 from megatron.config import load
 from megatron.errors import UserError
+from megatron.results.files import read_rows, write_lines
 from megatron.sweeps.cells import collect, find_sweep, load_sweep, state_of
 from megatron.training.batches import likely_rows
 from megatron.training.fits import needs
+from tests.results.rows import rows
 from tests.support import ROOT, call
 from tests.sweeps.conftest import SWEEP
 
@@ -236,3 +238,21 @@ def test_results_of_another_sweep_are_neither_replaced_nor_emptied(path, tmp_pat
     reproduced = call("tools/reproduce.py", "kerple-table5", "--folder", tmp_path)
     assert results.read_text() == "rows\n"
     assert reproduced.stdout.count("missing") == 36
+
+
+def test_rows_within_trainings_are_collected_with_their_cells_in_a_file_of_their_own(tmp_path):
+    measures = "{extrapolation_interval: 2, extrapolation: {protocol: tail, tail: 16}, "
+    settings = TINY.replace("{", measures, 1)
+    text = f"{settings}grid: {{pos_emb: [alibi, t5], seed: [1]}}\n"
+    sweep = sweep_of(tmp_path, text)
+    for cell in sweep.cells:
+        facts = {"protocol": "tail", "config_hash": cell.config.hash, "step": 2}
+        measured = rows(cell.config.position.pos_emb, {512: 9.0}, **facts)
+        measured += rows("rotary", {512: 9.0}, **facts | {"config_hash": "0123456789ab"})
+        write_lines(cell.folder / "evaluation" / "text-valid-global_step2-tail.jsonl", measured)
+    assert collect(sweep) == []
+    collected = read_rows([sweep.folder / "training.jsonl"])
+    assert [row["cell"] for row in collected] == [cell.values for cell in sweep.cells]
+    assert [row["pos_emb"] for row in collected] == ["alibi", "t5"]
+    with pytest.raises(UserError, match="extrapolation: --protocol: invalid choice: 'tails'"):
+        sweep_of(tmp_path, text.replace("protocol: tail,", "protocol: tails,"))
