@@ -24,7 +24,7 @@ class Wall(Position):
     `wall_attn`). b begins large, so f near 1 and the scores near q·k. For the sink of the released
     code set `softmax_type`. Gates are multiplied from the key to a token between, and from there to
     the query, so that no factor exceeds 1. Every new token of a cached text changes all cached
-    keys: the cache keeps them twice.
+    keys: the cache keeps them twice. It needs a key head for each head.
 
     gate_bias: first value of b
     init_std: standard deviation of the first values of W
@@ -139,9 +139,13 @@ def own_scores(q: Tensor, k: Tensor, log_f: Tensor) -> Tensor:
     q, k, log_f = (F.pad(numbers, (0, 0, 0, whole - length)) for numbers in (q, k, log_f))
     scores = (q * k).sum(-1)[..., None, None]  # [batch, heads, groups, size, size]
     while size < whole:
-        by_pair = (numbers.unflatten(2, (-1, 2, size)).unbind(3) for numbers in (q, k, log_f))
-        (_, queries), (keys, _), (before, after) = by_pair
-        across = (queries * after.cumsum(-2).exp()) @ (keys * sums_after(before).exp()).mT
+        later_q = q.unflatten(2, (-1, 2, size))[:, :, :, 1]
+        earlier_k = k.unflatten(2, (-1, 2, size))[:, :, :, 0]
+        before, after = log_f.unflatten(2, (-1, 2, size)).unbind(3)
+        later_q = later_q * after.cumsum(-2).exp()
+        earlier_k = earlier_k * sums_after(before).exp()
+
+        across = later_q @ earlier_k.mT
         upper, lower = scores.unflatten(2, (-1, 2)).unbind(3)
         lower = torch.cat([across, lower], dim=-1)
         scores = torch.cat([F.pad(upper, (0, size)), lower], dim=-2)
