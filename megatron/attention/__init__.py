@@ -64,7 +64,7 @@ def attention(
     """Causal attention with a bias that depends on head and distance.
 
     q [batch, heads, queries, head_dim]: the queries of the last `queries` keys' positions;
-    k [batch, heads, keys, head_dim], v [batch, heads, keys, features], at most as many;
+    k [batch, heads, keys, head_dim], v [batch, heads, keys, features], fewer or more;
     bias [heads, >= keys] float32: bias[h, d] is added to q·k/√head_dim of the key d tokens back;
     weight [heads, >= keys]: multiplies q·k/√head_dim before the bias (KERPLE's weight kernels);
     window: a query attends to the last `window` keys up to its own, all others are masked;
@@ -137,7 +137,7 @@ def attend(
 ) -> Tensor:
     """`attention`, with its options as a record."""
     terms = replace(terms, needs_lse=terms.sink is not None)
-    name = choose(backend, q, terms, narrow_values=k.shape != v.shape).backend
+    name = choose(backend, q, terms, other_width=k.shape != v.shape).backend
     compiling = torch.compiler.is_compiling()
     in_parts = name != "eager" and terms.scores is None  # a part of given scores cannot be asked
 
@@ -183,27 +183,27 @@ def joined(choices: Sequence[Choice]) -> Choice:
     return Choice(" and ".join(backends), "; ".join(reasons) or None)
 
 
-def choose(backend: str, q: Tensor, terms: Terms, *, narrow_values: bool = False) -> Choice:
+def choose(backend: str, q: Tensor, terms: Terms, *, other_width: bool = False) -> Choice:
     """The backend that `auto` stands for, or `backend` itself.
 
     q: any tensor of the queries' device, dtype and head_dim; of the terms it counts which are set;
-    narrow_values: values have fewer features than queries and keys
+    other_width: values have fewer or more features than queries and keys
 
     UserError if the backend is unknown or cannot compute this.
     """
     if backend == "auto":
-        return _best(q, terms, narrow_values)
+        return _best(q, terms, other_width)
     if backend not in BACKENDS:
         names = ", ".join(["auto", *BACKENDS])
         raise UserError(f"attention_backend: {backend!r} is not known; choose from {names}")
-    reason = refusal(backend, q, terms, narrow_values)
+    reason = refusal(backend, q, terms, other_width)
     if reason is not None:
         raise UserError(f"attention_backend: {backend} cannot compute this: {reason}; choose auto")
     return Choice(backend)
 
 
-def _best(q: Tensor, terms: Terms, narrow_values: bool) -> Choice:
-    obstacle = refusal("sdpa", q, terms, narrow_values)
+def _best(q: Tensor, terms: Terms, other_width: bool) -> Choice:
+    obstacle = refusal("sdpa", q, terms, other_width)
     if obstacle is not None:
         return Choice("eager", obstacle)
     if terms.scores is not None:
@@ -220,13 +220,13 @@ def _best(q: Tensor, terms: Terms, narrow_values: bool) -> Choice:
     if not reasons:
         return Choice("sdpa", "plain causal on CUDA")
     reason = " and ".join(reasons) + " on CUDA"
-    obstacle = refusal("triton", q, terms, narrow_values)
+    obstacle = refusal("triton", q, terms, other_width)
     if obstacle is None:
         return Choice("triton", reason)
     return Choice("sdpa", f"{reason}; not triton: {obstacle}")
 
 
-def refusal(backend: str, q: Tensor, terms: Terms, narrow_values: bool) -> str | None:
+def refusal(backend: str, q: Tensor, terms: Terms, other_width: bool) -> str | None:
     """Why a backend cannot compute this, in one sentence, or None."""
     if backend == "eager":
         return None
@@ -236,4 +236,4 @@ def refusal(backend: str, q: Tensor, terms: Terms, narrow_values: bool) -> str |
             return REASONS.get(term.name, f"it does not compute {term.name}")
     if backend != "triton":
         return None
-    return "queries and keys are wider than values" if narrow_values else triton_refusal(q, terms)
+    return "values are not as wide as queries and keys" if other_width else triton_refusal(q, terms)

@@ -110,8 +110,9 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """torch's kernel. On the CPU it takes values as wide as keys alone, and others without it."""
     if k.shape[-1] == v.shape[-1] or q.device.type != "cpu":
         return F.scaled_dot_product_attention(q, k, v, **options)
-    out = F.scaled_dot_product_attention(q, k, _as_wide(v, k.shape[-1]), **options)
-    return out[..., : v.shape[-1]]
+    features, scale = v.shape[-1], 1 / math.sqrt(q.shape[-1])
+    q, k, v = _alike(q, k, v)
+    return F.scaled_dot_product_attention(q, k, v, scale=scale, **options)[..., :features]
 
 
 def cpu_kernel(
@@ -119,16 +120,22 @@ def cpu_kernel(
 ) -> tuple[Tensor, Tensor]:
     """torch's kernel on the CPU without autograd: output and lse."""
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    values = _as_wide(v, k.shape[-1])
-    inputs = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, values)]
+    options.setdefault("scale", 1 / math.sqrt(q.shape[-1]))
+    inputs = [x if x.stride(-1) == 1 else x.contiguous() for x in _alike(q, k, v)]
     out, lse = attend(*inputs, attn_mask=added, **options)
     return out[..., : v.shape[-1]], lse
 
 
+def _alike(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """q, k and v of one width, because torch's kernel takes them alike."""
+    width = max(k.shape[-1], v.shape[-1])
+    return [_as_wide(x, width) for x in (q, k, v)]
+
+
 def _as_wide(x: Tensor, width: int) -> Tensor:
-    """x with zeros as further features, because torch's kernel takes keys and values alike."""
+    """x with zeros as further features, at least `width` together."""
     more = width - x.shape[-1]
-    return F.pad(x, (0, more)) if more else x
+    return F.pad(x, (0, more)) if more > 0 else x
 
 
 def tiles(

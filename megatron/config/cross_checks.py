@@ -29,11 +29,14 @@ from megatron.config.schema import (
 from megatron.errors import UserError
 from megatron.files import place_of
 from megatron.positions import Shape, options_of
-from megatron.positions.base import check_heads
+from megatron.positions.base import check_heads, check_latent
 from megatron.positions.layers import (
     ATTENTION,
+    LATENT,
+    WITH_ENCODING,
     attention_count,
     build_entry,
+    encoded_features,
     entries_of,
     name_of_layers,
 )
@@ -49,6 +52,14 @@ OF_STATES = (
     "linear_value_head_dim",
 )
 """Keys that only gated_delta and kda layers read."""
+OF_LATENTS = (
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "qk_nope_head_dim",
+    "v_head_dim",
+)
+"""Keys that only mla layers read."""
 Faults = Iterator[str]
 
 
@@ -97,7 +108,8 @@ def _model(model: Model) -> Faults:
             f"max_position_embeddings: {rows} is less than seq_length = {length};"
             f" set it to {length} or more"
         )
-    if model.layers and ATTENTION not in model.layers:
+    kinds = set(model.layers or (ATTENTION,))
+    if not kinds & WITH_ENCODING:
         yield (
             "layers: no layer has attention, which the encoding is for;"
             " add attention to the pattern"
@@ -113,8 +125,21 @@ def _model(model: Model) -> Faults:
             " no_weight_tying: true, or drop this"
         )
     for key in OF_STATES:
-        if getattr(model, key) and set(model.layers) <= {ATTENTION}:
+        if getattr(model, key) and kinds <= WITH_ENCODING:
             yield f"{key}: belongs to gated_delta and kda; set layers, or drop this"
+    for key in OF_LATENTS:
+        if getattr(model, key) and LATENT not in kinds:
+            yield f"{key}: belongs to mla; set layers, or drop this"
+    of_attention = {
+        "num_key_value_heads": (model.num_key_value_heads or heads) < heads,
+        "qk_norm": model.qk_norm,
+        "clip_qkv": model.clip_qkv,
+        "attention_gate": model.attention_gate,
+        "xsa": model.xsa,
+    }
+    for key, is_set in of_attention.items():
+        if is_set and ATTENTION not in kinds and LATENT in kinds:
+            yield f"{key}: mla does not read it; drop this, or take attention in layers"
     key_heads = model.linear_num_key_heads or heads
     value_heads = model.linear_num_value_heads or key_heads
     if value_heads % key_heads:
@@ -142,7 +167,7 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
                 f"{key}: {len(pattern)} entries are too many for {layers} layer(s);"
                 " leave entries out"
             )
-    if parallel.model_parallel_size > 1 and set(model.layers) > {ATTENTION}:
+    if parallel.model_parallel_size > 1 and set(model.layers) - WITH_ENCODING:
         yield (
             "layers: gated_delta and kda carry a state, whose heads are not divided over ranks;"
             " set model_parallel_size: 1, or drop layers"
@@ -162,6 +187,12 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
         if model.head_dim is None and hidden % heads:
             return  # it has no shape, which is reported already
         shape = _shape(model)
+        head_dim = model.head_dim or hidden // heads
+        if {ATTENTION, LATENT} <= set(model.layers) and shape.head_dim != head_dim:
+            yield (
+                f"qk_rope_head_dim: the encoding acts on {shape.head_dim} features of a head in mla"
+                f" and on {head_dim} in attention, and has one width; set it to {head_dim}"
+            )
         # Drawing first values must not move the caller's generator.
         with torch.random.fork_rng(devices=[]), Outline():
             encodings = [build_entry(position, entry, shape) for entry in entries]
@@ -174,6 +205,8 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
                 )
             kv_heads = min(model.num_key_value_heads or heads, heads // model.heads_per_query)
             check_heads(encoding, kv_heads, model.heads_per_query)
+            if LATENT in model.layers:
+                check_latent(encoding)
             if attention.paper_precision:
                 encoding.use_paper_precision(True)
             if attention.reset_attention_mask:
@@ -195,8 +228,8 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
 
 
 def _shape(model: Model) -> Shape:
-    heads, hidden = model.num_attention_heads, model.hidden_size
-    return Shape(heads, model.head_dim or hidden // heads, hidden, model.seq_length)
+    features = encoded_features(model)
+    return Shape(model.num_attention_heads, features, model.hidden_size, model.seq_length)
 
 
 def _training(model: Model, data: Data, training: Training, parallel: Parallel) -> Faults:
@@ -311,6 +344,11 @@ def _sharing(model: Model, data: Data, training: Training, parallel: Parallel) -
         yield (
             "qk_norm: full normalises all heads together, of which a rank of model_parallel_size"
             " has some; set model_parallel_size: 1, or qk_norm: true"
+        )
+    if is_cut and LATENT in model.layers:
+        yield (
+            "model_parallel_size: the latent of mla is one for all heads, and is not cut; set it to"
+            " 1 (ZeRO stage 3 divides the model too), or take attention in layers"
         )
     if size > 1 and is_cut:
         yield (

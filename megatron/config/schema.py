@@ -187,11 +187,24 @@ class Model(Section):
     xsa: bool = False
     """Take from what each head reads its projection on the token's own value (exclusive
     self-attention, arXiv 2603.09078)."""
-    layers: Pattern[Literal["attention", "gated_delta", "kda"]] = ()
+    layers: Pattern[Literal["attention", "mla", "gated_delta", "kda"]] = ()
     """Kinds of layers, a repeated pattern such as `[gated_delta, gated_delta, gated_delta,
-    attention]`: gated_delta is Gated DeltaNet (arXiv 2412.06464), kda Kimi Delta Attention (arXiv
-    2510.26692), which have no encoding and no window; pos_emb_layers and window_layers then repeat
-    over the layers with attention. Unset: all have attention."""
+    attention]`: mla is attention with a latent (arXiv 2405.04434); gated_delta is Gated DeltaNet
+    (arXiv 2412.06464), kda Kimi Delta Attention (arXiv 2510.26692), which have no encoding and no
+    window; pos_emb_layers and window_layers then repeat over the layers with attention or mla.
+    Unset: all have attention."""
+    q_lora_rank: Width | None = None
+    """Features of the latent that gives the queries of an mla layer; unset: its input gives
+    them."""
+    kv_lora_rank: Width | None = None
+    """Features of the latent that gives keys and values of an mla layer; unset: 4 * head_dim."""
+    qk_rope_head_dim: Width | None = None
+    """Features of a head of an mla layer that the encoding acts on, whose key all heads share;
+    unset: head_dim / 2."""
+    qk_nope_head_dim: Width | None = None
+    """Further features of a head's queries and keys in an mla layer; unset: head_dim."""
+    v_head_dim: Width | None = None
+    """Features of a head's values in an mla layer; unset: head_dim."""
     allow_neg_eigval: bool = False
     """Let gated_delta and kda layers turn their states around, which parity and permutations need:
     beta from 0 to 2 (arXiv 2411.12537)."""

@@ -16,6 +16,7 @@ from megatron.model.cache import Cache
 from megatron.model.gpt import GPT
 from megatron.model.settings import Architecture, AttentionSettings
 from megatron.positions.base import Position, Shape
+from megatron.positions.layers import encoded_features
 from megatron.positions.registry import build
 
 NOT_OFFERED = ("position_ids", "inputs_embeds", "output_attentions", "output_hidden_states")
@@ -56,7 +57,7 @@ def build_position(config: PositionsGPTConfig, index: int) -> Position:
     """
     model = Architecture(**(config.architecture or {}))
     shape = Shape(
-        model.num_attention_heads, model.features_of_head, model.hidden_size, model.seq_length
+        model.num_attention_heads, encoded_features(model), model.hidden_size, model.seq_length
     )
     [(name, options)] = (config.encodings or [])[index].items()
     dtype = torch.get_default_dtype()

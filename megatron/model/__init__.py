@@ -8,7 +8,13 @@ from megatron.model.cache import Cache
 from megatron.model.gpt import GPT
 from megatron.model.settings import Architecture, AttentionSettings
 from megatron.positions import Position, Shape, options_of
-from megatron.positions.layers import Entry, attention_count, build_entry, entries_of
+from megatron.positions.layers import (
+    Entry,
+    attention_count,
+    build_entry,
+    encoded_features,
+    entries_of,
+)
 
 if TYPE_CHECKING:  # a model is built without the packages that read a configuration
     from megatron.config import Config
@@ -85,7 +91,7 @@ def positions_from_config(config: "Config") -> tuple[list[Position], list[int]]:
 def position_of_entry(config: "Config", entry: Entry) -> Position:
     """The encoding of an entry, with options that other keys give."""
     model = Architecture.of(config.model)
-    heads, head_dim = model.num_attention_heads, model.features_of_head
+    heads, head_dim = model.num_attention_heads, encoded_features(model)
     shape = Shape(heads, head_dim, model.hidden_size, model.seq_length)
     return build_entry(config.position, entry, shape, options_of_entry(config, entry))
 

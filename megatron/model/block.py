@@ -1,10 +1,11 @@
 """The parts of a transformer layer, with GPT-NeoX's parameter names and layout."""
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,9 @@ from megatron.model.gated_delta import (
 )
 from megatron.model.settings import Architecture
 from megatron.positions import Position, at_least_float32
-from megatron.positions.layers import ATTENTION
+from megatron.positions.layers import ATTENTION, LATENT
+
+LATENT_EPSILON = 1e-6  # of the norms of latents, in DeepSeek's code and in Kimi's
 
 
 class Context(Ranks, Protocol):
@@ -53,6 +56,7 @@ class Text:
 
     q [batch, heads, queries, head_dim] of the last keys; k, v [batch, key heads, keys, head_dim];
     query_scale [heads or 1, queries]: multiplies the queries
+    unencoded: how many features of each, the first ones, the encoding leaves as they are
     """
 
     position: Position
@@ -61,6 +65,7 @@ class Text:
     v: Tensor
     terms: Terms
     query_scale: Tensor | None = None
+    unencoded: int = 0
 
     @property
     def start(self) -> int:
@@ -77,12 +82,22 @@ class Text:
         """
         q = self.q[:, :, rows]
         k = self.k[:, :, : len(key)]
-        position = self.position
+        position, first = self.position, self.unencoded
         if position.has("on_queries_keys_at"):
             query = query.to(position.origin)
             key = key.to(position.origin)
-            start = self.start + rows.start
-            q, k = position.on_queries_keys_at(q, k, query, key, start=start, stretch=stretch)
+            pair = position.on_queries_keys_at(
+                q[..., first:],
+                k[..., first:],
+                query,
+                key,
+                start=self.start + rows.start,
+                stretch=stretch,
+            )
+            q, k = (
+                torch.cat([x[..., :first], encoded], dim=3) if first else encoded
+                for x, encoded in zip((q, k), pair, strict=True)
+            )
         if self.query_scale is not None:
             scale = self.query_scale[..., rows, None]
             q = (q * scale).to(q.dtype)
@@ -149,14 +164,32 @@ def normalisation(features: int, model: Architecture) -> nn.Module:
     return nn.LayerNorm(features, epsilon, learned, bias=model.use_bias_in_norms)
 
 
+class Unencoded(NamedTuple):
+    """What queries and keys have beside the part that the encoding acts on, of an mla layer.
+
+    q [batch, heads, length, features]: of the queries
+    keys_values: from that part of the key and the latent, [batch, 1, keys, features] each, k and v
+    """
+
+    q: Tensor
+    keys_values: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
 def attend_with_encoding(
-    q: Tensor, k: Tensor, v: Tensor, x: Tensor, inputs: AttentionInputs, sink: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    x: Tensor,
+    inputs: AttentionInputs,
+    sink: Tensor | None = None,
+    unencoded: Unencoded | None = None,
 ) -> Tensor:
     """The output of a layer's attention, in which its encoding acts on what the layer projects.
 
     q [batch, heads, length, head_dim], k, v [batch, key heads, length, head_dim] of the new tokens,
     x [batch, length, hidden] the attention's input; sink: see `attention`
-    -> [batch, heads, length - first_query, head_dim]
+    unencoded: then k is the key that heads share, and v the latent
+    -> [batch, heads, length - first_query, features of v]
     """
     position, documents, method = inputs.position, inputs.documents, inputs.method
     if documents is not None and documents.restart and not position.by_distance:
@@ -165,6 +198,8 @@ def attend_with_encoding(
         q, k = position.on_queries_keys(q, k, inputs.start)
     memory = {} if inputs.cache is None else inputs.cache.memory
     q, k = position.on_queries_keys_by_content(q, k, x, memory)
+    if unencoded is not None:
+        q = torch.cat([unencoded.q, q], dim=3)
     if inputs.query_scale is not None and method is None:
         q = (q * inputs.query_scale[..., None]).to(q.dtype)
     scores = on_scores = content = None
@@ -172,6 +207,8 @@ def attend_with_encoding(
         scores = position.block_scores(q, k, x, memory)
     if inputs.cache is not None:
         k, v = inputs.cache.append(k, v)
+    if unencoded is not None:
+        k, v = unencoded.keys_values(k, v)
     if position.has("on_scores"):
         on_scores = partial(position.on_scores, x=x, memory=memory)
     if position.has("score_bias"):
@@ -198,7 +235,8 @@ def attend_with_encoding(
         out = run(q, k, v, terms, inputs.backend, self_check=inputs.self_check)
     else:
         assert inputs.context is None  # evaluation refuses it
-        out = method.attend(Text(position, q, k, v, terms, query_scale))
+        first = 0 if unencoded is None else unencoded.q.shape[3]
+        out = method.attend(Text(position, q, k, v, terms, query_scale, first))
     return out[:, :, unread:]
 
 
@@ -214,7 +252,30 @@ def without_own_value(out: Tensor, v: Tensor) -> Tensor:
     return (out - along * direction).to(out.dtype)
 
 
-class SelfAttention(nn.Module):
+class Attention(nn.Module):
+    """Parts that layers with an encoding share.
+
+    features, value_features: of a head's queries and keys, and of its values
+    softmax_type: as in Megatron-LM; softmax_offset [heads] is the learned score of the sink.
+    """
+
+    def __init__(self, model: Architecture, features: int, value_features: int) -> None:
+        super().__init__()
+        self.heads = model.num_attention_heads
+        self.features, self.value_features = features, value_features
+        # Of queries: scores are divided by the root of all features later.
+        self.stretch = math.sqrt(features / (model.query_pre_attn_scalar or features))
+        self.off_by_one = model.softmax_type == "off-by-one"
+        self.softmax_offset = None
+        if model.softmax_type == "learnable":
+            self.softmax_offset = nn.Parameter(torch.zeros(self.heads))
+
+    def sink(self, x: Tensor) -> Tensor | None:
+        """The score of the sink on the device of x: [heads], or None."""
+        return x.new_zeros(self.heads) if self.off_by_one else self.softmax_offset
+
+
+class SelfAttention(Attention):
     """Causal self-attention, with keys and values that groups of query heads share.
 
     The fused projection is ordered [key heads, (q of each head of the group, k, v), head_dim]; with
@@ -223,15 +284,13 @@ class SelfAttention(nn.Module):
     or one for each feature; the rows of W stand between q and k, as in the authors' code.
     heads_per_query: so many neighbouring heads have one q, which the encoding changes for each.
     qk_norm: full normalises all heads of a token together, before they are parted (OLMo 2).
-    softmax_type: as in Megatron-LM; softmax_offset [heads] is the learned score of the sink.
     xsa: see `without_own_value`; a gate multiplies what is left.
     """
 
     def __init__(self, model: Architecture) -> None:
-        super().__init__()
+        super().__init__(model, model.features_of_head, model.features_of_head)
         hidden, width = model.hidden_size, model.attention_width
         self.key_heads = model.key_heads
-        self.features = model.features_of_head
         self.widths = model.widths_of_key_head
         self.gated = model.attention_gate is not None
         self.heads_per_query = model.heads_per_query
@@ -246,16 +305,8 @@ class SelfAttention(nn.Module):
             self.query_norm = normalisation(query_heads * self.features, model)
             self.key_norm = normalisation(key_heads * self.features, model)
         self.clip = model.clip_qkv
-        self.stretch = 1.0  # of queries: scores are divided by the root of head_dim later
-        if model.query_pre_attn_scalar is not None:
-            self.stretch = math.sqrt(self.features / model.query_pre_attn_scalar)
         self.dense = nn.Linear(width, hidden, bias=model.bias_in_attn_output)
-        self.heads = model.num_attention_heads
         self.exclusive = model.xsa
-        self.off_by_one = model.softmax_type == "off-by-one"
-        self.softmax_offset = None
-        if model.softmax_type == "learnable":
-            self.softmax_offset = nn.Parameter(torch.zeros(model.num_attention_heads))
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         """x [batch, length, hidden] -> [batch, length - first_query, hidden]."""
@@ -275,8 +326,7 @@ class SelfAttention(nn.Module):
         q, k, v = (part.flatten(2, 3).transpose(1, 2) for part in (q, k, v))
         q = for_each_query_head(q, self.heads_per_query)
 
-        sink = x.new_zeros(self.heads) if self.off_by_one else self.softmax_offset
-        out = attend_with_encoding(q, k, v, x, inputs, sink)
+        out = attend_with_encoding(q, k, v, x, inputs, self.sink(x))
         if self.exclusive:
             out = without_own_value(out, v[:, :, inputs.first_query :])
         out = out.transpose(1, 2)  # [batch, queries, heads, head_dim]
@@ -284,6 +334,56 @@ class SelfAttention(nn.Module):
             gate = gate[:, inputs.first_query :].reshape(batch, *out.shape[1:3], -1)
             out = out * gate.sigmoid()
         return self.dense(out.flatten(2))
+
+
+class LatentAttention(Attention):
+    """Causal self-attention that keeps of each token a latent and one key for all heads (MLA).
+
+    DeepSeek-V2 (arXiv 2405.04434): keys and values of all heads come from the latent. Beside
+    qk_nope_head_dim features of its own, a head's query has qk_rope_head_dim that the encoding acts
+    on, and the key of these is shared. Rows are ordered as in transformers' DeepSeek-V3.
+    """
+
+    def __init__(self, model: Architecture) -> None:
+        rank, encoded, plain, value_features = model.latent_sizes
+        super().__init__(model, plain + encoded, value_features)
+        hidden, query_rank = model.hidden_size, model.q_lora_rank
+        bias, width = model.use_bias_in_attn_linear, self.heads * self.features
+        self.widths_of_latent, self.widths_of_query = [rank, encoded], [plain, encoded]
+        if query_rank is None:
+            self.query = nn.Linear(hidden, width, bias=False)
+        else:
+            through_a_latent = {
+                "down": nn.Linear(hidden, query_rank, bias=bias),
+                "norm": nn.RMSNorm(query_rank, LATENT_EPSILON),
+                "up": nn.Linear(query_rank, width, bias=False),
+            }
+            self.query = nn.Sequential(OrderedDict(through_a_latent))
+        self.latent_key = nn.Linear(hidden, rank + encoded, bias=bias)
+        self.latent_norm = nn.RMSNorm(rank, LATENT_EPSILON)
+        self.key_value = nn.Linear(rank, self.heads * (plain + value_features), bias=False)
+        self.dense = nn.Linear(self.heads * value_features, hidden, bias=model.bias_in_attn_output)
+
+    def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
+        """x [batch, length, hidden] -> [batch, length - first_query, hidden]."""
+        q = self.query(x).unflatten(2, (self.heads, -1)).transpose(1, 2)
+        if self.stretch != 1:
+            q = q * self.stretch
+        plain_q, q = q.split(self.widths_of_query, dim=3)  # [batch, heads, length, features]
+        latent, key = self.latent_key(x)[:, None].split(self.widths_of_latent, dim=3)
+        latent = self.latent_norm(latent)  # [batch, 1, length, kv_lora_rank]
+        unencoded = Unencoded(plain_q, self.keys_values)
+        out = attend_with_encoding(q, key, latent, x, inputs, self.sink(x), unencoded)
+        return self.dense(out.transpose(1, 2).flatten(2))
+
+    def keys_values(self, key: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of every head from the shared key and the latent.
+
+        [batch, 1, keys, features] each -> [batch, heads, keys, features] each
+        """
+        own = self.key_value(latent).unflatten(3, (self.heads, -1))[:, 0].transpose(1, 2)
+        plain_k, v = own.split([self.widths_of_query[0], self.value_features], dim=3)
+        return torch.cat([plain_k, key.expand(-1, self.heads, -1, -1)], dim=3), v
 
 
 def gated(x: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
@@ -320,7 +420,12 @@ class MLP(nn.Module):
         return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(x)))
 
 
-LAYERS = {ATTENTION: SelfAttention, "gated_delta": GatedDelta, "kda": KimiDelta}
+LAYERS = {
+    ATTENTION: SelfAttention,
+    LATENT: LatentAttention,
+    "gated_delta": GatedDelta,
+    "kda": KimiDelta,
+}
 """Kinds of layers, by the names that entries of `layers` may have."""
 
 

@@ -12,15 +12,22 @@ from torch.utils.checkpoint import checkpoint
 from megatron.attention import Choice, choose, joined
 from megatron.attention.terms import Content, Terms, visible_keys
 from megatron.errors import UserError
-from megatron.model.block import AttentionInputs, Block, Context, Method, normalisation
+from megatron.model.block import (
+    Attention,
+    AttentionInputs,
+    Block,
+    Context,
+    Method,
+    normalisation,
+)
 from megatron.model.cache import Cache, LayerCache
 from megatron.model.documents import Documents, by_document
 from megatron.model.gated_delta import StateInputs
 from megatron.model.head import mean_loss, token_losses
 from megatron.model.settings import Architecture, AttentionSettings, initialize
 from megatron.positions import Position
-from megatron.positions.base import check_heads
-from megatron.positions.layers import Placed
+from megatron.positions.base import check_heads, check_latent
+from megatron.positions.layers import LATENT, Placed
 
 HOOKS_OF_TERMS = (
     "distance_bias",
@@ -174,6 +181,8 @@ class GPT(nn.Module):
         self.position_names = list(position_names)
         for position in self._positions:
             check_heads(position, model.key_heads, model.heads_per_query)
+            if LATENT in model.kinds:
+                check_latent(position)
         self.use_attention(attention)
 
     def forward(
@@ -361,13 +370,14 @@ class GPT(nn.Module):
         """That of each layer with attention."""
         settings = self.attention
         choices = []
-        for plan in self.plans.values():
+        for layer, plan in self.plans.items():
             position, method = plan.position, plan.method
             if method is not None and method.backend is not None:
                 choices.append(Choice(method.backend))
                 continue
-            shape, new = position.shape, self.word_embeddings.weight.new_empty
-            q = new(0, shape.heads, 0, shape.head_dim * position.score_width)
+            new, attention = self.word_embeddings.weight.new_empty, self.layers[layer].attention
+            features = cast(Attention, attention).features * position.score_width
+            q = new(0, position.shape.heads, 0, features)
             bias, weight, index_bias, on_scores, content, scores = (
                 getattr(position, hook) if position.has(hook) else None for hook in HOOKS_OF_TERMS
             )
@@ -382,8 +392,8 @@ class GPT(nn.Module):
                 content=content,
                 scores=scores,
             )
-            narrow_values = position.score_width != 1
-            choices.append(choose(plan.backend, q, terms, narrow_values=narrow_values))
+            other_width = features != cast(Attention, attention).value_features
+            choices.append(choose(plan.backend, q, terms, other_width=other_width))
         return choices
 
     @property

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.positions import Position
-from megatron.positions.layers import ATTENTION
+from megatron.positions.layers import ATTENTION, WITH_ENCODING, encoded_features
 
 GATED = ("swiglu", "geglu", "geglu_new")
 """Activations that read twice the width, the gate first."""
@@ -47,6 +47,11 @@ class Architecture:
     linear_num_value_heads: int | None = None
     linear_key_head_dim: int | None = None
     linear_value_head_dim: int | None = None
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_rope_head_dim: int | None = None
+    qk_nope_head_dim: int | None = None
+    v_head_dim: int | None = None
     activation: str = "gelu"
     parallel_residual: bool = False
     shared_norm: bool = False
@@ -77,8 +82,8 @@ class Architecture:
 
     @property
     def attention_layers(self) -> list[int]:
-        """The layers that have attention. Patterns of encodings and windows repeat over them."""
-        return [layer for layer, kind in enumerate(self.kinds) if kind == ATTENTION]
+        """The layers that have an encoding. Patterns of encodings and windows repeat over them."""
+        return [layer for layer, kind in enumerate(self.kinds) if kind in WITH_ENCODING]
 
     @property
     def features_of_head(self) -> int:
@@ -113,6 +118,17 @@ class Architecture:
         """Features of a token's queries, keys and values in a layer with a state."""
         key_heads, heads, key_dim, value_dim = self.delta_sizes
         return key_heads * key_dim, key_heads * key_dim, heads * value_dim
+
+    @property
+    def latent_sizes(self) -> tuple[int, int, int, int]:
+        """kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim and v_head_dim, also where not set."""
+        features = self.features_of_head
+        return (
+            self.kv_lora_rank or 4 * features,
+            encoded_features(self),
+            self.qk_nope_head_dim or features,
+            self.v_head_dim or features,
+        )
 
     @property
     def widths_of_key_head(self) -> list[int]:

@@ -16,7 +16,13 @@ import torch
 from megatron.model import position_of_entry
 from megatron.model.block import LAYERS
 from megatron.model.settings import Architecture
-from megatron.positions.layers import ATTENTION, attention_count, entries_of, layers_of_kinds
+from megatron.positions.layers import (
+    ATTENTION,
+    LATENT,
+    attention_count,
+    entries_of,
+    layers_of_kinds,
+)
 from megatron.positions.outline import Outline
 
 if TYPE_CHECKING:  # as in megatron.model
@@ -37,12 +43,12 @@ def matrix_weights(model: Architecture, vocab: int) -> int:
     """
     attention = model.projected_width + model.attention_width
     feed_forward = model.widened + model.mlp_width
-    layer_weights = attention_count(model) * attention + model.num_layers * feed_forward
-    return model.hidden_size * (layer_weights + vocab) + weights_of_states(model)[0]
+    layer_weights = layers_of_kinds(model)[ATTENTION] * attention + model.num_layers * feed_forward
+    return model.hidden_size * (layer_weights + vocab) + other_weights(model)[0]
 
 
-def weights_of_states(model: Architecture) -> tuple[int, int]:
-    """Numbers in the matrices and convolutions of all layers with a state, and their others."""
+def other_weights(model: Architecture) -> tuple[int, int]:
+    """Numbers in the matrices and convolutions of all layers but attention, and their others."""
     matrices = vectors = 0
     for kind, layers in layers_of_kinds(model).items():
         if kind != ATTENTION:
@@ -75,7 +81,7 @@ def palm_weights(model: Architecture, vocab: int) -> int:
     layer_vectors = norm_numbers * model.norms_of_layer * hidden
     if model.use_bias_in_mlp:
         layer_vectors += model.widened + hidden
-    small = attention_count(model) * attention + weights_of_states(model)[1]
+    small = layers_of_kinds(model)[ATTENTION] * attention + other_weights(model)[1]
     small += model.num_layers * layer_vectors
     small += norm_numbers * hidden * (1 + int(model.embedding_norm))
     small += vocab * int(model.use_bias_in_output)
@@ -84,10 +90,13 @@ def palm_weights(model: Architecture, vocab: int) -> int:
 
 def attention_flops(model: Architecture, keys: float) -> float:
     """Operations of one token's scores and weighted sums, or states, in all layers, forward."""
-    attending = attention_count(model)
+    layers = layers_of_kinds(model)
+    _, encoded, plain, values = model.latent_sizes
+    latent_width = model.num_attention_heads * (plain + encoded + values) / 2
+    width = layers[ATTENTION] * model.attention_width + layers[LATENT] * latent_width
     _, heads, key_dim, value_dim = model.delta_sizes
-    state_operations = PER_STATE * (model.num_layers - attending) * heads * key_dim * value_dim
-    return PER_PAIR * attending * keys * model.attention_width + state_operations
+    states = model.num_layers - attention_count(model)
+    return PER_PAIR * keys * width + PER_STATE * states * heads * key_dim * value_dim
 
 
 def forward_flops(model: Architecture, vocab: int, keys: float) -> float:

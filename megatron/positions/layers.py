@@ -9,7 +9,9 @@ from megatron.errors import UserError
 from megatron.positions.base import Position, Shape
 from megatron.positions.registry import ALIASES, build, encoding_called, named
 
-ATTENTION = "attention"  # the kind of layer that has an encoding and a window
+ATTENTION, LATENT = "attention", "mla"
+WITH_ENCODING = {ATTENTION, LATENT}
+"""Kinds of layers that have an encoding and a window."""
 SHOWN = 6  # layers that a label names
 
 
@@ -55,8 +57,20 @@ def layers_of_kinds(section: Any) -> Counter[str]:
 
 
 def attention_count(section: Any) -> int:
-    """How many layers have attention; section: `model` of the configuration."""
-    return layers_of_kinds(section)[ATTENTION]
+    """How many layers have an encoding; section: `model` of the configuration."""
+    layers = layers_of_kinds(section)
+    return sum(layers[kind] for kind in WITH_ENCODING)
+
+
+def encoded_features(section: Any) -> int:
+    """Features of a head that the encoding acts on; section: `model` of the configuration.
+
+    In mla layers half of head_dim, if nothing else is set, as in DeepSeek-V2 (arXiv 2405.04434).
+    """
+    head_dim = section.head_dim or section.hidden_size // section.num_attention_heads
+    if LATENT not in section.layers:
+        return head_dim
+    return section.qk_rope_head_dim or max(1, head_dim // 2)
 
 
 def entries_of(section: Any) -> list[Entry]:

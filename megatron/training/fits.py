@@ -28,7 +28,7 @@ from megatron.model import Architecture
 from megatron.model.head import tokens_at_once
 from megatron.model.size import Parameters, parameters
 from megatron.parallel.machine import device_memory, in_bytes
-from megatron.positions.layers import ATTENTION, layers_of_kinds
+from megatron.positions.layers import ATTENTION, LATENT, layers_of_kinds
 from megatron.training.trainer import shares_of
 
 ADAM = 8  # bytes of a number: two float32 averages
@@ -78,17 +78,22 @@ def needs(config: Config, vocab: int, ranks: int, device: torch.device) -> Train
     _, heads, key_dim, value_dim = model.delta_sizes
     values, keys = heads * value_dim, heads * key_dim
     # Measured, beyond attention; kda has a decay for each pair of a chunk and feature of a key.
-    delta_states = {ATTENTION: 0, "gated_delta": 28 * values, "kda": 28 * values + 30 * keys}
+    more = {ATTENTION: 0, "gated_delta": 28 * values, "kda": 28 * values + 30 * keys}
     if parallel.context_parallel_size > 1:  # what becomes of a state before the own part
-        delta_states["gated_delta"] += 5 * keys
-        delta_states["kda"] += 12 * keys
+        more["gated_delta"] += 5 * keys
+        more["kda"] += 12 * keys
+    # Queries and keys, what the latent gives, outputs, and the latents before and after a norm.
+    rank, encoded, plain, features = model.latent_sizes
+    of_heads = model.num_attention_heads * (3 * plain + 2 * encoded + 2 * features)
+    of_latents = 2 * rank + 2 * (model.q_lora_rank or 0)
+    more[LATENT] = of_heads + of_latents - 4 * model.attention_width
     kinds = layers_of_kinds(model)
     if training.checkpoint_activations:
         layers = model.num_layers * model.hidden_size + layer
-        layers += max(delta_states[kind] for kind in kinds)
+        layers += max(more[kind] for kind in kinds)
     else:
         layers = model.num_layers * layer
-        layers += sum(delta_states[kind] * count for kind, count in kinds.items())
+        layers += sum(more[kind] * count for kind, count in kinds.items())
     text = training.train_micro_batch_size_per_gpu * config.model.seq_length
     tokens = text // parallel.context_parallel_size
     activations = number * tokens * (layers + 4 * model.hidden_size)

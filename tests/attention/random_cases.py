@@ -30,6 +30,7 @@ class Case:
     bias: how the table falls with distance; documents: how many at most, 0 for no segments
     content: the rank of a bias by content, 0 for none; ones: it has no u
     learned: whether tables and content get gradients; lse: whether it is compared too
+    value_dim: features of the values; 0: head_dim
     """
 
     number: int = 0
@@ -47,6 +48,7 @@ class Case:
     learned: bool = True
     lse: bool = True
     layout: tuple[int, ...] = LAYOUTS[0]
+    value_dim: int = 0
 
 
 def random_case(
@@ -108,10 +110,12 @@ def inputs_of(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu
 
     tensors = {}
     order = case.layout
-    for name, length in (("q", case.queries), ("k", keys), ("v", keys)):
-        x = drawn(batch, heads, length, case.head_dim)
+    value_dim = case.value_dim or case.head_dim
+    widths = {"q": case.head_dim, "k": case.head_dim, "v": value_dim}
+    for name, width in widths.items():
+        x = drawn(batch, heads, case.queries if name == "q" else keys, width)
         tensors[name] = x.permute(order).contiguous().permute(order).to(dtype)
-    dout = drawn(*tensors["q"].shape).to(device, dtype)
+    dout = drawn(batch, heads, case.queries, value_dim).to(device, dtype)
     dlse = drawn(*tensors["q"].shape[:3]).to(device)
     distance = torch.arange(keys + 3)  # tables may be longer than the keys
     noise = drawn(heads, keys + 3)

@@ -85,6 +85,17 @@ def test_many_tiles_of_heads_and_blocks_of_queries_add_up_and_twice_to_the_same_
         assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_values_may_have_fewer_or_more_features_than_queries_and_keys():
+    for number, options in enumerate(CASES):
+        for value_dim, keys in ((6, 19), (40, 19), (6, 300), (40, 300)):
+            sizes = {"heads": 3, "queries": keys, "keys": keys, "value_dim": value_dim}
+            case = Case(number, lse=number % 2 == 0, **sizes, **options)
+            assert error_of(case, BACKENDS["sdpa"], torch.float32, "cpu") < 1e-5, case
+    q, k, v = torch.randn(2, 3, 19, 4), torch.randn(2, 3, 19, 4), torch.randn(2, 3, 19, 9)
+    expected = attention(q.double(), k.double(), v.double(), backend="eager")
+    torch.testing.assert_close(attention(q, k, v).double(), expected, rtol=0, atol=2e-6)
+
+
 def test_checkpointing_and_inference_change_nothing():
     tensors = inputs_of(Case(heads=3, queries=300, keys=300)).tensors.values()
     leaves = [x.requires_grad_() for x in tensors]

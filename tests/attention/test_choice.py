@@ -55,11 +55,11 @@ def test_a_backend_that_cannot_compute_something_says_why_and_what_can():
             False,
             f"sdpa {cannot}: the encoding looks at content; choose auto",
         ),
-        ("triton", Terms(), True, f"triton {cannot}: queries and keys are wid"),
+        ("triton", Terms(), True, f"triton {cannot}: values are not as wide as"),
         ("triton", by_index, False, f"triton {cannot}: .*; choose auto"),
     ):
         with pytest.raises(UserError, match=f"attention_backend: {message}"):
-            choose(backend, queries(), terms, narrow_values=narrow)
+            choose(backend, queries(), terms, other_width=narrow)
 
 
 def test_what_cannot_be_computed_is_refused_before_the_first_token():

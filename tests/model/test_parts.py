@@ -41,6 +41,8 @@ COMBINATIONS = {
     "bloom": ["embedding_norm=true", "clip_qkv=0.5", "query_pre_attn_scalar=5"],
     "olmo": [*LLAMA, "norm=layernorm", "use_weight_in_norms=false", "activation=geglu"],
     "exclusive": [*GROUPED, "xsa=true", "attention_gate=head", "softmax_type=off-by-one"],
+    "latents": ["layers=[mla]", "v_head_dim=20", "q_lora_rank=12", "softmax_type=learnable"],
+    "latents beside attention": ["layers=[attention, mla]", "qk_rope_head_dim=8", *GROUPED],
     "layer norm of heads": ["qk_norm=true", "parallel_residual=true", "activation=relu"],
 }
 every_combination = pytest.mark.parametrize("parts", COMBINATIONS.values(), ids=COMBINATIONS)
@@ -75,8 +77,8 @@ def test_decoding_in_pieces_is_the_whole_pass(parts):
         gpt, cache = model(f"pos_emb={pos_emb}", *parts), Cache()
         pieces = [gpt(part, cache=cache) for part in ids.split([1, 5, 64, 11], dim=1)]
         torch.testing.assert_close(torch.cat(pieces, dim=1), gpt(ids), rtol=0, atol=1e-4)
-        cached_keys = cache.layers[0].keys.rows
-        assert cached_keys.shape[1] == gpt.layers[0].attention.key_heads
+        cached_keys, attention = cache.layers[0].keys.rows, gpt.layers[0].attention
+        assert cached_keys.shape[1] == getattr(attention, "key_heads", 1)  # a latent has one
 
 
 @every_signature

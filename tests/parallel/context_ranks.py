@@ -50,6 +50,11 @@ OPTIONS = {
     "grouped queries": [
         *("pos_emb=rotary", "num_key_value_heads=2", "attention_gate=head", "xsa=true")
     ],
+    "latents": [
+        *("pos_emb=rotary", "layers=[mla, attention]", "qk_rope_head_dim=8", "v_head_dim=12"),
+        *("reset_attention_mask=true", "reset_position_ids=true"),
+    ],
+    "latents of a bias by content": ["pos_emb=fox", "layers=mla", "q_lora_rank=12"],
     "windows": ["pos_emb_layers=[rotary, fox]", "window_layers=[8, null]", SINKS],
     "recomputed": ["pos_emb=fox", "checkpoint_activations=true"],
     "states": ["layers=[gated_delta, attention]", "allow_neg_eigval=true", *GROUPS],

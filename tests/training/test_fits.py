@@ -27,15 +27,18 @@ def test_zero_divides_the_state_and_checkpoints_follow_what_is_kept():
     assert needs(*every, "keep_last_n_checkpoints=3").disk == 4 * 16 * count
 
 
-@pytest.mark.parametrize(("kind", "numbers", "shared"), [("gated_delta", 28, 5), ("kda", 58, 12)])
-def test_a_layer_with_a_state_keeps_what_its_state_reads(kind, numbers, shared):
+@pytest.mark.parametrize(
+    ("kind", "numbers", "shared"), [("gated_delta", 28, 5), ("kda", 58, 12), ("mla", 5, 0)]
+)
+def test_a_layer_with_a_state_or_latents_keeps_what_these_are_read_for(kind, numbers, shared):
     """So many numbers of the heads' width for each token beyond attention, in one layer of two."""
-    tokens = 4 * 64
+    tokens, pattern = 4 * 64, [f"layers=[{kind}, attention]"]
+    pattern += ["qk_rope_head_dim=8"] if kind == "mla" else []
     for words in ([], ["checkpoint_activations=true"]):
-        plain, hybrid = needs(*words), needs(*words, f"layers=[{kind}, attention]")
+        plain, hybrid = needs(*words), needs(*words, *pattern)
         assert hybrid.activations - plain.activations == 4 * tokens * numbers * 32
-    words = ["context_parallel_size=2", f"layers=[{kind}, attention]"]
-    beyond = needs(*words).activations - needs(words[0]).activations
+    words = ["context_parallel_size=2"]
+    beyond = needs(*words, *pattern).activations - needs(*words).activations
     assert beyond == 4 * tokens // 2 * (numbers + shared) * 32
 
 
