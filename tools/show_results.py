@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from megatron.cli_errors import command_parser, guarded
-from megatron.report.curves import draw_over_training, plot_results, write
+from megatron.report.curves import plot_results
 from megatron.results.files import read_rows
 from megatron.results.gain import table_of_gains
 from megatron.results.labels import sections
@@ -31,11 +31,9 @@ def main(argv: list[str] | None = None) -> int:
     for heading, members in sections(rows).items():
         if gains := table_of_gains(members):
             print(f"\n{heading}\n{gains.text()}")
-    if options.output and options.over_training:
-        write(draw_over_training(rows, over_seeds=options.over_seeds), options.output)
-        print(f"\nplot: {options.output}")
-    elif options.output:
-        plot_results(rows, options.output, over_seeds=options.over_seeds)
+    if options.output:
+        how = {"over_seeds": options.over_seeds, "over_training": options.over_training}
+        plot_results(rows, options.output, **how)
         print(f"\nplot: {options.output}")
     return 0
 

@@ -223,10 +223,8 @@ def staged(position: Position, attention: Attention, stage: Stage) -> tuple[Posi
     position = position.model_copy(update=update)
     keys = stage.model_fields_set & Attention.model_fields.keys()
     changes = {key: getattr(stage, key) for key in keys}
-    if "window" in changes:
-        changes.setdefault("window_layers", ())
-    elif "window_layers" in changes:
-        changes["window"] = None
+    if any(key.startswith("window") for key in keys):
+        changes = {"window": None, "window_layers": ()} | changes
     return position, attention.model_copy(update=changes)
 
 

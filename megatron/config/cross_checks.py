@@ -22,7 +22,6 @@ from megatron.config.schema import (
     Parallel,
     Position,
     Precision,
-    Stage,
     Training,
     as_list,
 )
@@ -41,7 +40,6 @@ from megatron.positions.layers import (
     name_of_layers,
 )
 from megatron.positions.outline import Outline
-from megatron.positions.registry import encoding_called
 from megatron.splits import PARTS, TASK_PREFIX, parse_split
 
 OF_STATES = (
@@ -285,36 +283,26 @@ def _stages(
     if not training.seq_length_schedule or any(_encoding(model, position, attention, parallel)):
         return  # what is wrong is reported already
     entries = entries_of(position)
-    keys = ", ".join(key for key in Stage.model_fields if key != "until")
+    with torch.random.fork_rng(devices=[]), Outline():
+        encodings = [build_entry(position, entry, _shape(model)) for entry in entries]
     for stage in training.seq_length_schedule:
-        where = f"seq_length_schedule: {stage.name}"
-        for key in stage.model_extra or ():
-            yield f"{where}: {key} cannot change within a run; a stage changes {keys}"
-        options = stage.pos_emb_args
-        changeable = {
-            key for entry in entries for key in encoding_called(entry.name).changeable(options)
-        }
-        for key in options.keys() - changeable:
+        end = "the end" if stage.until is None else f"step {stage.until}"
+        where, options = f"seq_length_schedule: the stage until {end}", stage.pos_emb_args
+        changeable = {key for encoding in encodings for key in encoding.changeable(options)}
+        kept = [f"pos_emb_args.{key}" for key in options.keys() - changeable]
+        for key in [*kept, *(stage.model_extra or ())]:
             yield (
-                f"{where}: pos_emb_args.{key} cannot change within a run of"
-                f" {name_of_layers(position)}; base and scaling of rotary can"
+                f"{where}: {key} cannot change within a run of {name_of_layers(position)};"
+                " seq_length, window, window_layers, logn_scale, and base and scaling of rotary can"
             )
-        sections = staged(position, attention, stage)
-        faults = [*_encoding(model, sections[0], sections[1], parallel)]
-        if len({*map(str, entries_of(sections[0]))}) < len({*map(str, entries)}):
-            faults.append(
-                "pos_emb_args gives different encodings of pos_emb_layers the same options;"
-                " leave out what they differ in"
+        new_position, new_attention = staged(position, attention, stage)
+        for fault in _encoding(model, new_position, new_attention, parallel):
+            yield f"{where}: {fault}"
+        if len({*map(str, entries_of(new_position))}) < len({*map(str, entries)}):
+            yield (
+                f"{where}: pos_emb_args gives different encodings of pos_emb_layers the same"
+                " options; leave out what they differ in"
             )
-        if not faults:
-            try:
-                for entry in entries:
-                    with torch.random.fork_rng(devices=[]), Outline():
-                        encoding = build_entry(position, entry, _shape(model))
-                        encoding.use_scaling(encoding.changeable(options))
-            except UserError as fault:
-                faults.append(str(fault))
-        yield from (f"{where}: {fault}" for fault in faults)
 
 
 def _sharing(model: Model, data: Data, training: Training, parallel: Parallel) -> Faults:

@@ -379,15 +379,9 @@ class Stage(Section):
     @model_serializer
     def written(self) -> Any:
         """As it is written in YAML: the keys that it sets, or length and last step alone."""
-        keys = {key: getattr(self, key) for key in type(self).model_fields}
-        set_keys = {key: value for key, value in keys.items() if key in self.model_fields_set}
-        if set_keys.keys() == {"until", "seq_length"}:
+        if self.model_fields_set == {"until", "seq_length"}:
             return [self.seq_length, self.until]
-        return set_keys
-
-    @property
-    def name(self) -> str:
-        return "the last stage" if self.until is None else f"the stage until step {self.until}"
+        return {key: getattr(self, key) for key in sorted(self.model_fields_set)}
 
 
 class Training(Section):
@@ -441,10 +435,8 @@ class Training(Section):
 
     def stage_of(self, step: int) -> Stage | None:
         """The stage of a step, the first of which is 1; None after the last one."""
-        for stage in self.seq_length_schedule:
-            if stage.until is None or step <= stage.until:
-                return stage
-        return None
+        stages = self.seq_length_schedule
+        return next((stage for stage in stages if step <= (stage.until or step)), None)
 
 
 class OptimizerParams(Section):

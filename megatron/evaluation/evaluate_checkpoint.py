@@ -130,21 +130,27 @@ def options_of_training(config: Config) -> Options:
 
 def check_training(config: Config) -> None:
     """Raises UserError for rows within training that this text or configuration cannot give."""
-    options = options_of_training(config)
-    part = config.evaluation.eval_part
+    if not config.evaluation.extrapolation_interval:
+        return
     if config.checkpoint.save is None:
         raise UserError("extrapolation_interval: its rows go into the folder of save - set save")
+    options, part = options_of_training(config), config.evaluation.eval_part
     texts = open_parts(config.data, [part])[part]
     for tokens in texts.files:
-        windows_of_text(config, options, texts, tokens)
+        windows_of_text(config, config, options, texts, tokens)
 
 
 def windows_of_text(
-    config: Config, options: Options, texts: Part, tokens: TokenFile, judge: str = "self"
+    config: Config,
+    trained: Config,
+    options: Options,
+    texts: Part,
+    tokens: TokenFile,
+    judge: str = "self",
 ) -> dict[str, tuple[Protocol, list[Windows]]]:
     """The protocols of the options on a text by their names, each with the windows of its lengths.
 
-    config: sizes of the measurement, and length and seed of the training; judge: its name
+    config: of the measurement; trained: of the training; judge: its name
     Raises UserError for what this text cannot give.
     """
     usual = usual_protocol(tokens.prefix)
@@ -165,11 +171,11 @@ def windows_of_text(
         config.evaluation.eval_tokens,
         part,
         split,
-        train_length=config.model.seq_length,
+        train_length=trained.model.seq_length,
         judge=judge,
         tokens=tokens,
         documents=range(0) if usual == TASK else split_documents(tokens, split, part),
-        samples=partial(build_split, tokens, split, part, seed=config.training.seed),
+        samples=partial(build_split, tokens, split, part, seed=trained.training.seed),
     )
     windows_of = {}
     for name, protocol in protocols.items():
@@ -211,10 +217,9 @@ def measured_rows(
             )
     jobs = []
     lengths = sorted(set(options.lengths or config.evaluation.eval_lengths))
-    measured_as = replace(config, model=run.trained.model, training=run.trained.training)
     judge_name = "self" if judge is run else judge.name
     for tokens in run.texts.files:
-        windows_of = windows_of_text(measured_as, options, run.texts, tokens, judge_name)
+        windows_of = windows_of_text(config, run.trained, options, run.texts, tokens, judge_name)
         for attention, name in itertools.product(attentions, windows_of):
             protocol, windows = windows_of[name]
             for each in windows:

@@ -87,8 +87,10 @@ class Rotary(Turning):
 
     @classmethod
     def changeable(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """See Position. All that makes frequencies; not which features turn."""
+        """See Position. Which features turn does not change, nor what follows from the length."""
         names = {*options_of(cls), *cls.earlier} - {"rotary_pct", "interleaved"}
+        if options.get("scaling") == "dynamic":
+            return {}
         return {name: value for name, value in options.items() if name in names}
 
     def use_scaling(self, options: Mapping[str, Any]) -> None:
@@ -100,11 +102,6 @@ class Rotary(Turning):
             stretching = {"scaling" if name == "name" else name: options[name] for name in options}
             kind, arguments = self.joined({**self.options, **stretching})
             source = kind(self.shape, **arguments)
-            if type(source).prepare is not Rotary.prepare:
-                raise UserError(
-                    "scaling: dynamic has other frequencies at each length, which no other scaling"
-                    " can become within a run; use ntk or yarn"
-                )
         self.scaling = dict(options)
         self._turn_as(source)
 
@@ -344,6 +341,10 @@ class Dynamic(Ntk):
     def __init__(self, shape: Shape, *, factor: float, **rotary: Any) -> None:
         self.growth = positive("factor", factor, least=1)
         super().__init__(shape, factor=1.0, **rotary)
+
+    @classmethod
+    def changeable(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        return {}
 
     def prepare(self, length: int) -> None:
         self.factor = self.growth * max(length / self.length, 1) - self.growth + 1

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from io import BytesIO
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -139,14 +139,23 @@ def losses_by_position(rows: Sequence[Row]) -> np.ndarray:
 
 
 def plot_results(
-    rows: Sequence[Row], path: Path, *, over_seeds: bool = False, title: str = ""
+    rows: Sequence[Row],
+    path: Path,
+    *,
+    over_seeds: bool = False,
+    over_training: bool = False,
+    title: str = "",
 ) -> None:
     """Draw perplexity against length, or token accuracy, in a panel for each text and protocol.
 
     over_seeds: a curve for each encoding instead of each run
+    over_training: against the step, a curve for each length
 
     Raises UserError for rows of tasks beside others.
     """
+    if over_training:
+        write(draw_over_training(rows, over_seeds=over_seeds), path)
+        return
     group = kinds if over_seeds else runs
     texts = {heading: group(members) for heading, members in sections(rows).items()}
     are_tasks = {row.get("protocol") == TASK for row in rows}
@@ -181,28 +190,27 @@ def draw_over_training(rows: Sequence[Row], *, over_seeds: bool = False) -> Figu
     over_seeds: a panel for each encoding and way to train it, which have runs of several seeds
     Raises UserError if a run has two rows of one step, length and protocol.
     """
+    group = kinds if over_seeds else runs
     panels = []
     for members in sections(rows).values():
-        # A stage changes what identifies a row, so a run is called by its last one.
-        run_of_last = {}
-        for run in grouped(members, ("config_hash", "seed")):
-            run.sort(key=lambda row: (row["step"], row["length"]))
-            for before, row in pairwise(run):
-                if (before["step"], before["length"]) == (row["step"], row["length"]):
-                    raise UserError(
-                        f"{encoding_of(row)}: two rows of step {row['step']} at {row['length']}"
-                        " - give the rows of one way to evaluate each run"
-                    )
-            run_of_last[id(run[-1])] = run
-        group = kinds if over_seeds else runs
-        for label, examples in group([run[-1] for run in run_of_last.values()]).items():
+        by_run = grouped(members, ("config_hash",))
+        for again in (rows for run in by_run for rows in grouped(run, ("step", "length"))):
+            if len(again) > 1:
+                raise UserError(
+                    f"{encoding_of(again[0])}: two rows of step {again[0]['step']} at"
+                    f" {again[0]['length']} - give the rows of one way to evaluate each run"
+                )
+        # A stage changes other facts of a row, so a run is called by its last one.
+        run_of = {id(max(run, key=lambda row: row["step"])): run for run in by_run}
+        last_rows = [row for row in members if id(row) in run_of]
+        for label, examples in group(last_rows).items():
+            measured = [row for example in examples for row in run_of[id(example)]]
             groups: dict[str, list[Row]] = {}
-            for example in examples:
-                for row in sorted(run_of_last[id(example)], key=lambda row: row["length"]):
-                    groups.setdefault(f"{row['length']} tokens", []).append(row)
+            for row in sorted(measured, key=lambda row: row["length"]):
+                groups.setdefault(f"{row['length']} tokens", []).append(row)
             curves = {
-                length: curve((row["step"], row["perplexity"]) for row in measured)
-                for length, measured in groups.items()
+                length: curve((row["step"], row["perplexity"]) for row in of_length)
+                for length, of_length in groups.items()
             }
             panels.append(Panel(groups, curves, f"step of {label}"))
     return _draw(panels, "perplexity", "Perplexity over training", "", places="steps")

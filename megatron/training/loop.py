@@ -23,7 +23,7 @@ from megatron.errors import UserError
 from megatron.evaluation.evaluate_checkpoint import check_training, evaluate_training
 from megatron.folder_lock import owned_folder
 from megatron.model import AttentionSettings, from_config
-from megatron.parallel.context import Context, context_of
+from megatron.parallel.context import context_of
 from megatron.parallel.grid import Grid, owned_by_first, shared_faults
 from megatron.parallel.threads import count_parameters, local_processes, use_threads
 from megatron.training import checkpoint
@@ -79,8 +79,7 @@ def train(config: Config, grid: Grid) -> Path | None:
         with contextlib.closing(run.log), stop, run.profiling:
             if start.before is None and checkpoint.is_saved(0, config.checkpoint):
                 saved = run.save()
-            if start.step and run.extrapolates(start.step):
-                run.extrapolate()  # what is missing of its rows
+            run.extrapolate(start.step)  # what is missing of its rows
             peak_memory(grid.device)  # so that the first line's peak leaves out the engine's start
 
             for step in range(start.step + 1, steps + 1):
@@ -109,8 +108,8 @@ def train(config: Config, grid: Grid) -> Path | None:
                     stops = stop.reason is not None
                 if saves or stops:
                     saved = run.save()
-                if not stops and run.extrapolates(step):
-                    run.extrapolate()
+                if not stops:
+                    run.extrapolate(step)
                     stops = stop.reason is not None
                     if stops and not saves:
                         saved = run.save()
@@ -190,11 +189,9 @@ class Run:
             resume(trainer, *start.before)
         trainer.restore_exact_positions()
         self.stage: Stage | None = None
-        self.context: Context | None = None  # of rows within the training
-        if config.evaluation.extrapolation_interval:
-            with shared_faults(grid):
-                check_training(config)
-            self.context = context_of(grid, "all_gather")
+        with shared_faults(grid):
+            check_training(config)
+        self.context = context_of(grid, "all_gather")  # of rows within the training
 
         folder = Path(config.checkpoint.save) if config.checkpoint.save else None
         log_folder = Path(settings.log_dir) if settings.log_dir else folder
@@ -223,17 +220,17 @@ class Run:
         with self.log.paused():
             return self.keeper.save(self.trainer, record)
 
-    def extrapolates(self, step: int) -> bool:
-        """Whether rows of a step are due."""
+    def extrapolate(self, step: int) -> None:
+        """Write evaluate.py's rows of these weights if they are due; existing ones are kept."""
         interval = self.config.evaluation.extrapolation_interval
-        return interval > 0 and (step % interval == 0 or step == self.config.training.train_iters)
-
-    def extrapolate(self) -> None:
-        """Write evaluate.py's rows of these weights; those that exist already are kept."""
+        is_last = step == self.config.training.train_iters
+        if not (interval and step and (is_last or step % interval == 0)):
+            return
         weights = full_weights(self.trainer)
         digest = hashlib.sha256(serialized(weights)).hexdigest() if self.grid.first else ""
-        record = self.facts | self.batches.record() | {"step": self.trainer.step}
-        record["config_hash"] = self.config.hash
+        record = (
+            self.facts | self.batches.record() | {"step": step, "config_hash": self.config.hash}
+        )
         record["files"] = {WEIGHTS: {"sha256": self.grid.gather(digest)[0]}}
         grid = self.grid.sharing(self.grid.context_ranks)  # each rank has all layers
         with self.log.paused():

@@ -52,8 +52,7 @@ def without_clock(rows: list[Row]) -> list[dict]:
     return sorted(facts, key=lambda row: (row["step"], row["protocol"], row["length"]))
 
 
-CAMPAIGN = pytest.mark.campaign
-OTHERS = [pytest.param(["precision=fp32"], marks=CAMPAIGN)]
+OTHERS = [pytest.param(["precision=fp32"], marks=pytest.mark.campaign)]
 
 
 @pytest.mark.parametrize("how", [["precision=bf16", "zero_optimization.stage=3"], *OTHERS])
@@ -138,11 +137,12 @@ def test_rows_need_a_folder(grid, corpus):
 
 
 ABOUT = {"loss", "perplexity", "loss_stderr", "bits_per_byte", "window_losses", "block_losses"}
-SHARED_TEXT = pytest.param("context_parallel_size=2", marks=CAMPAIGN)
+OF_TWO_RANKS = ["zero_optimization.stage=3", "context_parallel_size=2", "model_parallel_size=2"]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("how", ["zero_optimization.stage=3", SHARED_TEXT])
+@pytest.mark.campaign
+@pytest.mark.parametrize("how", OF_TWO_RANKS)
 def test_rows_of_two_ranks_are_those_of_a_later_evaluation(forks, corpus, tmp_path, how):
     """Of one process, which sums in another order where ranks share a text."""
     run, words = tmp_path / "run", [f"data_path={corpus}", f"save={tmp_path / 'run'}", how]
