@@ -199,11 +199,11 @@ def claim_of(text: str, source: str = "") -> Claim:
         tuple(words.split(", ")) if words else ()
         for words in match.group("conditions", "other_conditions", "shared")
     )
-    name = match["name"]
-    ours = Side(name, conditions + shared, (last, last) if verb else lengths)
-    theirs = Side(
-        match["other"] or name, other_conditions + shared, (first, first) if verb else lengths
-    )
+    ours = Side(match["name"], conditions + shared, (last, last) if verb else lengths)
+    if verb:
+        theirs = replace(ours, lengths=(first, first))
+    else:
+        theirs = Side(match["other"], other_conditions + shared, lengths)
     return Claim(text, source, ours, theirs, verb is not None, sign, size, quantity)
 
 

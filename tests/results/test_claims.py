@@ -222,6 +222,12 @@ def test_a_change_is_paired_block_by_block_of_the_same_text():
     assert only("a loses 50 % from L to 4 L", measured).word == "fails"
     assert only("a loses at most 50 % from L to 4 L", measured).word == "holds"
     assert only("a falls from L to 4 L", measured).word == "fails"
+    # Conditions of the encoding hold at both lengths.
+    windowed = [{**row, "window": 512, "loss": row["loss"] + 1} for row in measured]
+    for other in windowed:
+        other["block_losses"] = [loss + 1 for loss in other["block_losses"]]
+    change = only("a (window 512) loses 20 % from L to 4 L", measured + windowed)
+    assert change.effect.estimate.mean == pytest.approx(verdict.effect.estimate.mean)
 
 
 def test_at_every_length_the_claim_must_hold():
