@@ -289,8 +289,8 @@ def _stages(
         end = "the end" if stage.until is None else f"step {stage.until}"
         where, options = f"seq_length_schedule: the stage until {end}", stage.pos_emb_args
         changeable = {key for encoding in encodings for key in encoding.changeable(options)}
-        kept = [f"pos_emb_args.{key}" for key in options.keys() - changeable]
-        for key in [*kept, *(stage.model_extra or ())]:
+        fixed = [f"pos_emb_args.{key}" for key in options.keys() - changeable]
+        for key in [*fixed, *(stage.model_extra or ())]:
             yield (
                 f"{where}: {key} cannot change within a run of {name_of_layers(position)};"
                 " seq_length, window, window_layers, logn_scale, and base and scaling of rotary can"

@@ -117,11 +117,13 @@ def evaluate_training(
 
 def options_of_training(config: Config) -> Options:
     """The options that the key `extrapolation` gives; UserError for those that cannot be met."""
-    given = config.evaluation.extrapolation
-    if own := given.keys() & {"checkpoint", "step", "output"}:
-        raise UserError(f"extrapolation: {', '.join(sorted(own))}: the training gives it - drop it")
+    values = config.evaluation.extrapolation
+    if taken := values.keys() & {"checkpoint", "step", "output"}:
+        raise UserError(
+            f"extrapolation: {', '.join(sorted(taken))}: the training gives it - drop it"
+        )
     try:
-        options = options_of_words(words_of(given))
+        options = options_of_words(words_of(values))
         check_options(config, options)
     except UserError as fault:
         raise UserError(f"extrapolation: {fault}") from None

@@ -194,12 +194,14 @@ def draw_over_training(rows: Sequence[Row], *, over_seeds: bool = False) -> Figu
     panels = []
     for members in sections(rows).values():
         by_run = grouped(members, ("config_hash",))
-        for again in (rows for run in by_run for rows in grouped(run, ("step", "length"))):
-            if len(again) > 1:
-                raise UserError(
-                    f"{encoding_of(again[0])}: two rows of step {again[0]['step']} at"
-                    f" {again[0]['length']} - give the rows of one way to evaluate each run"
-                )
+        for run in by_run:
+            for repeated in grouped(run, ("step", "length")):
+                if len(repeated) > 1:
+                    step, length = repeated[0]["step"], repeated[0]["length"]
+                    raise UserError(
+                        f"{encoding_of(run[0])}: two rows of step {step} at {length}"
+                        " - give the rows of one way to evaluate each run"
+                    )
         # A stage changes other facts of a row, so a run is called by its last one.
         run_of = {id(max(run, key=lambda row: row["step"])): run for run in by_run}
         last_rows = [row for row in members if id(row) in run_of]
