@@ -25,10 +25,11 @@ from megatron.config.schema import plain
 from megatron.errors import UserError
 from megatron.model import Architecture, AttentionSettings, options_of_entry
 from megatron.positions import in_earlier_spelling
-from megatron.positions.layers import ATTENTION, entries_of
+from megatron.positions.layers import ATTENTION, WITH_ENCODING, entries_of
 from megatron.positions.registry import named
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+DENSE = "dense"  # a kind of MLP
 BASE, SHARE = "rope_theta", "partial_rotary_factor"
 PROPORTIONAL = "proportional"  # a rope_type
 ROOT_OF_WIDTH = "sqrt(hidden_size)"
@@ -68,6 +69,7 @@ class Family:
     written: Mapping[str, Any] = field(default_factory=dict)
     layered: Sequence[str] = ()
     unused: Sequence[str] = ()
+    kinds: Mapping[str, str] = field(default_factory=dict)
     delta_modules: Mapping[str, Sequence[str]] = field(default_factory=dict)
     whole: str = ""
     inside: str = ""
@@ -162,6 +164,15 @@ class Family:
                 raise UserError(
                     f"{key}: {theirs[key]!r} changes what the model computes, and is not offered"
                 )
+        dense, of_mlps = theirs.get("first_k_dense_replace"), theirs.get("mlp_layer_types")
+        for key, is_dense in {
+            "first_k_dense_replace": dense is None or dense >= theirs["num_hidden_layers"],
+            "mlp_layer_types": {*(of_mlps or [DENSE])} == {DENSE},
+        }.items():
+            if not is_dense:
+                raise UserError(
+                    f"{key}: {theirs[key]!r} gives layers experts, which are not offered"
+                )
         settings = dict(self.fixed)
         for key, ours in self.keys.items():
             value = theirs.get(key)  # Qwen 2 has no head_dim
@@ -179,13 +190,13 @@ class Family:
         # Layers may have a window, or not; or a state in the place of attention.
         window = theirs.get("sliding_window") if theirs.get("use_sliding_window", True) else None
         kinds = theirs.get("layer_types") or [SLIDING]
-        other = LINEAR if self.delta_modules else SLIDING
+        other = LINEAR if LINEAR in self.kinds else SLIDING
         if not {other, FULL} >= {*kinds}:
             raise UserError(f"layer_types: must name {other} or {FULL} for each layer")
-        if LINEAR in kinds:
-            names = ["gated_delta" if kind == LINEAR else ATTENTION for kind in kinds]
+        names = [self.kinds.get(kind, ATTENTION) for kind in kinds]
+        if {*names} != {ATTENTION}:
             settings |= one_or_pattern("layers", "layers", names)
-        else:
+        if LINEAR not in kinds:
             settings = {key: settings[key] for key in settings if not key.startswith("linear_")}
         windows = [window if kind == SLIDING else None for kind in kinds]
         settings |= one_or_pattern("window", "window_layers", windows)
@@ -266,14 +277,17 @@ class Family:
         window = next((size for size in ours["window"] if size is not None), None)
         turning = [int("none" not in entry) for entry in ours["pos_emb"]]
         kinds = [FULL if size is None else SLIDING for size in ours["window"]]
+        spelled = {mine: other for other, mine in self.kinds.items()}
         for layer, kind in enumerate(ours["layers"]):
-            if kind != ATTENTION:  # kda comes back as gated_delta, so it is another function
-                kinds[layer] = LINEAR
+            if kind != ATTENTION:  # one that the class has not comes back as another
+                kinds[layer] = spelled.get(kind, LINEAR)
         layers: dict[str, Any] = {
             "sliding_window": window,
             "use_sliding_window": window is not None,
             "layer_types": kinds,
             "no_rope_layers": turning,
+            "first_k_dense_replace": config.model.num_layers,
+            "mlp_layer_types": [DENSE] * config.model.num_layers,
         }
         theirs |= {key: layers[key] for key in self.layered if key in layers}
         options_of_layers = [next(iter(entry.values())) for entry in ours["pos_emb"]]
@@ -298,7 +312,10 @@ class Family:
             back = function_of(self.configuration(theirs))
         except UserError as fault:
             raise UserError(f"{self.architecture} is another model: {fault}") from None
-        reasons = [f"{key}: {value}" for key, value in ours.items() if back[key] != value]
+        compared = ours
+        if {*ours["layers"]} <= WITH_ENCODING:  # no layer reads the sizes of states
+            compared = {key: ours[key] for key in ours if not key.startswith("linear_")}
+        reasons = [f"{key}: {value}" for key, value in compared.items() if back[key] != value]
         for key, value in self.computed.items():
             if theirs[key] != value:
                 reasons.append(f"{key}: {theirs[key]}, where transformers computes {value}")
@@ -308,9 +325,10 @@ class Family:
 
     def places(self, model: Architecture) -> Iterator[tuple[str, list[str], "MatrixForm"]]:
         """(our module, their modules, the form between them) of every module of a model."""
+        outside = {ours: self.modules[ours] for ours in self.modules if ".attention." not in ours}
         for layer, kind in enumerate(model.kinds):
             number = f".{layer}."
-            modules = self.modules if kind == ATTENTION else {**self.modules, **self.delta_modules}
+            modules = self.modules if kind in WITH_ENCODING else {**outside, **self.delta_modules}
             for ours, (form, *names) in modules.items():
                 if layer == 0 or ".N." in ours:
                     theirs = [self.trunk + name.replace(".N.", number) for name in names]
@@ -382,6 +400,8 @@ def function_of(config: Config) -> dict[str, Any]:
         encodings.append({name: options})
     attention = AttentionSettings.of(config.attention)
     key_heads, heads, key_dim, value_dim = model.delta_sizes
+    rank, encoded, unencoded, values = model.latent_sizes
+    features = model.features_of_head if ATTENTION in model.kinds else unencoded + encoded
     keys = {
         **asdict(model),
         "layers": model.kinds,
@@ -389,12 +409,16 @@ def function_of(config: Config) -> dict[str, Any]:
         "linear_num_value_heads": heads,
         "linear_key_head_dim": key_dim,
         "linear_value_head_dim": value_dim,
+        "kv_lora_rank": rank,
+        "qk_rope_head_dim": encoded,
+        "qk_nope_head_dim": unencoded,
+        "v_head_dim": values,
         "num_key_value_heads": model.key_heads,
-        "head_dim": model.features_of_head,
+        "head_dim": features,
         "intermediate_size": model.mlp_width,
         "use_bias_in_attn_output": model.bias_in_attn_output,
         "use_bias_in_norms": model.norm_has_bias,
-        "query_pre_attn_scalar": model.query_pre_attn_scalar or model.features_of_head,
+        "query_pre_attn_scalar": model.query_pre_attn_scalar or features,
         "pos_emb": [encodings[layer % len(encodings)] for layer in range(model.num_layers)],
         "window": attention.windows(model.num_layers, model.seq_length),
         "blockwise": attention.blockwise,
@@ -451,6 +475,12 @@ FORMS = {
     "transposed": MatrixForm(lambda parts, _: turned(parts[0]), lambda tensor, _: [turned(tensor)]),
     "stacked": MatrixForm(
         lambda parts, _: torch.cat(list(parts)), lambda tensor, _: tensor.chunk(2)
+    ),
+    "stacked_three": MatrixForm(
+        lambda parts, _: torch.cat(list(parts)), lambda tensor, _: tensor.chunk(3)
+    ),
+    "number_of_head": MatrixForm(
+        lambda parts, _: parts[0].flatten(), lambda tensor, _: [tensor.view(1, 1, -1, 1)]
     ),
     "above_one": MatrixForm(lambda parts, _: parts[0] + 1, lambda tensor, _: [tensor - 1]),
     "heads": MatrixForm(fused, parted),

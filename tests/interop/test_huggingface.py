@@ -70,8 +70,9 @@ def test_logits_and_gradients_are_those_of_hugging_face(case, folder):
     logits = ours(ids)
     assert expected.std() > 0.3
     # MPT adds distances from its last position before the softmax, states multiply rounding, and
-    # Gemma 3's frequencies are powers in float32: with these, ours are within 1e-6.
-    relative = 1e-5 if case.startswith(("mpt", "qwen3.5", "gemma3")) else 2e-6
+    # Gemma 3's frequencies are powers in float32: with these, ours are within 1e-6. Of Kimi Linear
+    # ours are 2e-6 from float64, theirs 5e-6.
+    relative = 1e-5 if case.startswith(("mpt", "qwen3.5", "gemma3", "kimi")) else 2e-6
     largest = float(expected.detach().abs().max())
     torch.testing.assert_close(logits, expected, rtol=0, atol=relative * largest)
     direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
@@ -152,6 +153,8 @@ def test_ours_goes_back_bit_for_bit(case, folder):
     again = read_weights(family, back, architecture)
     assert all(torch.equal(again[name], weight) for name, weight in model.state_dict().items())
     theirs = load_file(folder(case) / "model.safetensors")
+    if case == "kimi linear":  # transformers has other names in files than in its class
+        theirs = of_theirs(case).state_dict()
     assert back.keys() == theirs.keys()
     for name, weight in theirs.items():
         # Norms of these are 1 + weight, which rounds.
