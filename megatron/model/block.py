@@ -169,10 +169,12 @@ class Unencoded(NamedTuple):
 
     q [batch, heads, length, features]: of the queries
     keys_values: from that part of the key and the latent, [batch, 1, keys, features] each, k and v
+    stretch: multiplies the queries, where keys have another width than the scores are divided by
     """
 
     q: Tensor
     keys_values: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    stretch: float = 1.0
 
 
 def attend_with_encoding(
@@ -200,6 +202,8 @@ def attend_with_encoding(
     q, k = position.on_queries_keys_by_content(q, k, x, memory)
     if unencoded is not None:
         q = torch.cat([unencoded.q, q], dim=3)
+        if unencoded.stretch != 1:
+            q = q * unencoded.stretch
     if inputs.query_scale is not None and method is None:
         q = (q * inputs.query_scale[..., None]).to(q.dtype)
     scores = on_scores = content = None
@@ -372,9 +376,30 @@ class LatentAttention(Attention):
         plain_q, q = q.split(self.widths_of_query, dim=3)  # [batch, heads, length, features]
         latent, key = self.latent_key(x)[:, None].split(self.widths_of_latent, dim=3)
         latent = self.latent_norm(latent)  # [batch, 1, length, kv_lora_rank]
+
+        # After a cached text, few queries read latents with fewer operations than keys and values.
+        rank, plain, values = latent.shape[3], plain_q.shape[3], self.value_features
+        operations = x.shape[1] * (2 * rank - plain - values) - rank * (plain + values)
+        absorbs = inputs.start > 0 and inputs.cache is not None and inputs.method is None
+        absorbs = absorbs and operations < 0
         unencoded = Unencoded(plain_q, self.keys_values)
+        matrices = self.key_value.weight.unflatten(0, (self.heads, -1))
+        of_keys, of_values = matrices.split([plain, values], dim=1)  # [heads, features, rank]
+        if absorbs:
+            stretch = math.sqrt((rank + q.shape[3]) / self.features)
+            unencoded = Unencoded(plain_q @ of_keys, self.latents, stretch)
         out = attend_with_encoding(q, key, latent, x, inputs, self.sink(x), unencoded)
+        if absorbs:
+            out = out[..., :rank] @ of_values.mT
         return self.dense(out.transpose(1, 2).flatten(2))
+
+    def latents(self, key: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Latents and the shared key themselves as keys, and as values, of every head.
+
+        [batch, 1, keys, features] each -> [batch, heads, keys, features of both] twice
+        """
+        both = torch.cat([latent, key], dim=3).expand(-1, self.heads, -1, -1)
+        return both, both
 
     def keys_values(self, key: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Those of every head from the shared key and the latent.
