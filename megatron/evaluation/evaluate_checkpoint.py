@@ -132,8 +132,6 @@ def options_of_training(config: Config) -> Options:
 
 def check_training(config: Config) -> None:
     """Raises UserError for rows within training that this text or configuration cannot give."""
-    if not config.evaluation.extrapolation_interval:
-        return
     if config.checkpoint.save is None:
         raise UserError("extrapolation_interval: its rows go into the folder of save - set save")
     options, part = options_of_training(config), config.evaluation.eval_part

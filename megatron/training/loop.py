@@ -20,7 +20,6 @@ from megatron.config import Config
 from megatron.config.schema import Stage, plain
 from megatron.data.parts import Part
 from megatron.errors import UserError
-from megatron.evaluation.evaluate_checkpoint import check_training, evaluate_training
 from megatron.folder_lock import owned_folder
 from megatron.model import AttentionSettings, from_config
 from megatron.parallel.context import context_of
@@ -189,9 +188,12 @@ class Run:
             resume(trainer, *start.before)
         trainer.restore_exact_positions()
         self.stage: Stage | None = None
-        with shared_faults(grid):
-            check_training(config)
         self.context = context_of(grid, "all_gather")  # of rows within the training
+        if config.evaluation.extrapolation_interval:
+            from megatron.evaluation.evaluate_checkpoint import check_training  # needs `train`
+
+            with shared_faults(grid):
+                check_training(config)
 
         folder = Path(config.checkpoint.save) if config.checkpoint.save else None
         log_folder = Path(settings.log_dir) if settings.log_dir else folder
@@ -226,6 +228,8 @@ class Run:
         is_last = step == self.config.training.train_iters
         if not (interval and step and (is_last or step % interval == 0)):
             return
+        from megatron.evaluation.evaluate_checkpoint import evaluate_training
+
         weights = full_weights(self.trainer)
         digest = hashlib.sha256(serialized(weights)).hexdigest() if self.grid.first else ""
         record = (
