@@ -128,14 +128,14 @@ def _model(model: Model) -> Faults:
     for key in OF_LATENTS:
         if getattr(model, key) and LATENT not in kinds:
             yield f"{key}: belongs to mla; set layers, or drop this"
-    of_attention = {
+    unread_keys = {
         "num_key_value_heads": (model.num_key_value_heads or heads) < heads,
         "qk_norm": model.qk_norm,
         "clip_qkv": model.clip_qkv,
         "attention_gate": model.attention_gate,
         "xsa": model.xsa,
     }
-    for key, is_set in of_attention.items():
+    for key, is_set in unread_keys.items():
         if is_set and ATTENTION not in kinds and LATENT in kinds:
             yield f"{key}: mla does not read it; drop this, or take attention in layers"
     key_heads = model.linear_num_key_heads or heads

@@ -164,10 +164,10 @@ class Family:
                 raise UserError(
                     f"{key}: {theirs[key]!r} changes what the model computes, and is not offered"
                 )
-        dense, of_mlps = theirs.get("first_k_dense_replace"), theirs.get("mlp_layer_types")
+        dense, mlp_types = theirs.get("first_k_dense_replace"), theirs.get("mlp_layer_types")
         for key, is_dense in {
             "first_k_dense_replace": dense is None or dense >= theirs["num_hidden_layers"],
-            "mlp_layer_types": {*(of_mlps or [DENSE])} == {DENSE},
+            "mlp_layer_types": {*(mlp_types or [DENSE])} == {DENSE},
         }.items():
             if not is_dense:
                 raise UserError(

@@ -384,13 +384,14 @@ class LatentAttention(Attention):
         absorbs = absorbs and operations < 0
         unencoded = Unencoded(plain_q, self.keys_values)
         matrices = self.key_value.weight.unflatten(0, (self.heads, -1))
-        of_keys, of_values = matrices.split([plain, values], dim=1)  # [heads, features, rank]
+        # [heads, features, rank] each
+        key_matrices, value_matrices = matrices.split([plain, values], dim=1)
         if absorbs:
             stretch = math.sqrt((rank + q.shape[3]) / self.features)
-            unencoded = Unencoded(plain_q @ of_keys, self.latents, stretch)
+            unencoded = Unencoded(plain_q @ key_matrices, self.latents, stretch)
         out = attend_with_encoding(q, key, latent, x, inputs, self.sink(x), unencoded)
         if absorbs:
-            out = out[..., :rank] @ of_values.mT
+            out = out[..., :rank] @ value_matrices.mT
         return self.dense(out.transpose(1, 2).flatten(2))
 
     def latents(self, key: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
@@ -406,8 +407,8 @@ class LatentAttention(Attention):
 
         [batch, 1, keys, features] each -> [batch, heads, keys, features] each
         """
-        own = self.key_value(latent).unflatten(3, (self.heads, -1))[:, 0].transpose(1, 2)
-        plain_k, v = own.split([self.widths_of_query[0], self.value_features], dim=3)
+        by_head = self.key_value(latent).unflatten(3, (self.heads, -1))[:, 0].transpose(1, 2)
+        plain_k, v = by_head.split([self.widths_of_query[0], self.value_features], dim=3)
         return torch.cat([plain_k, key.expand(-1, self.heads, -1, -1)], dim=3), v
 
 

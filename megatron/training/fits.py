@@ -84,9 +84,9 @@ def needs(config: Config, vocab: int, ranks: int, device: torch.device) -> Train
         more["kda"] += 12 * keys
     # Queries and keys, what the latent gives, outputs, and the latents before and after a norm.
     rank, encoded, plain, features = model.latent_sizes
-    of_heads = model.num_attention_heads * (3 * plain + 2 * encoded + 2 * features)
-    of_latents = 2 * rank + 2 * (model.q_lora_rank or 0)
-    more[LATENT] = of_heads + of_latents - 4 * model.attention_width
+    head_numbers = model.num_attention_heads * (3 * plain + 2 * encoded + 2 * features)
+    latent_numbers = 2 * rank + 2 * (model.q_lora_rank or 0)
+    more[LATENT] = head_numbers + latent_numbers - 4 * model.attention_width
     kinds = layers_of_kinds(model)
     if training.checkpoint_activations:
         layers = model.num_layers * model.hidden_size + layer
