@@ -84,7 +84,7 @@ faults: $(INSTALLED)
 #   make results PART=growth    three encodings whose windows grow in seven ways: about fifteen hours of one core, estimated
 #   make results PART=sinks     rotary and ALiBi with windows and learned sinks: three and a half hours of one core
 #   make results PART=documents   hybrids with documents apart or not: about eight hours of one core, estimated
-#   make results PART=pretrained   methods for longer texts on SmolLM2-135M from PyPI: fifteen hours of one core
+#   make results PART=pretrained   methods for longer texts on SmolLM2-135M from PyPI: eleven hours of one core, estimated
 #   make results PART="cpu tasks"
 PART ?= cpu
 SWEEP = runs/sweeps/$(@:results-%=%)

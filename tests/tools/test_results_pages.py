@@ -1,6 +1,7 @@
 """Pages of docs/results whose tables are the output of the commands above them."""
 
 import glob
+import json
 import re
 import statistics
 from collections import defaultdict
@@ -37,7 +38,9 @@ def rewritten(page, output, capsys):
     return COMMAND.sub(with_output, page.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("name", ["claims.md", "context.md", "recipe.md", "sinks.md"])
+@pytest.mark.parametrize(
+    "name", ["claims.md", "context.md", "pretrained.md", "recipe.md", "sinks.md"]
+)
 def test_every_table_of_the_page_is_what_its_command_writes(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     page = ROOT / "docs/results" / name
@@ -79,3 +82,16 @@ def test_the_tables_by_recipe_are_means_of_the_rows(title):
     page = (ROOT / "docs/results/recipe.md").read_text(encoding="utf-8")
     section = page.split(f"\n{title}\n")[1].split("\n#")[0]
     assert by_recipe(*BY_RECIPE[title]) in section
+
+
+def test_the_table_of_tasks_has_the_numbers_of_its_rows():
+    folder = ROOT / "docs/results"
+    section = (folder / "pretrained.md").read_text(encoding="utf-8").split("\n## Tasks\n")[1]
+    lines = [line for line in section.splitlines() if line.startswith("| ") and " ± " in line]
+    shown = [line.split(" | ")[2:] for line in lines]
+    rows = map(json.loads, (folder / "pretrained/tasks.jsonl").read_text().splitlines())
+    expected = [
+        [f"{row['length']:,}", f"{row['documents']}", f"{row['value']:.2f} ± {row['stderr']:.2f} |"]
+        for row in rows
+    ]
+    assert sorted(shown) == sorted(expected)
