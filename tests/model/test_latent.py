@@ -112,12 +112,14 @@ def test_a_layer_is_that_of_transformers_deepseek_v3_with_a_dense_mlp(case):
     torch.testing.assert_close(result, expected, rtol=0, atol=2e-6)
     upstream = torch.randn_like(expected)
     theirs_of = dict(theirs.named_parameters())
-    wanted = [theirs_of[name] for name in weights_of(ours) if not name.startswith("mlp.")]
-    of_theirs = torch.autograd.grad((expected * upstream).sum(), [x, *wanted])
-    own = [weight for name, weight in ours.named_parameters() if not name.startswith("mlp.")]
-    of_ours = torch.autograd.grad((result * upstream).sum(), [x, *own])
-    scale = max(float(gradient.abs().max()) for gradient in of_theirs)
-    for mine, gradient in zip(of_ours, of_theirs, strict=True):
+    their_weights = [theirs_of[name] for name in weights_of(ours) if not name.startswith("mlp.")]
+    their_gradients = torch.autograd.grad((expected * upstream).sum(), [x, *their_weights])
+    our_weights = [
+        weight for name, weight in ours.named_parameters() if not name.startswith("mlp.")
+    ]
+    our_gradients = torch.autograd.grad((result * upstream).sum(), [x, *our_weights])
+    scale = max(float(gradient.abs().max()) for gradient in their_gradients)
+    for mine, gradient in zip(our_gradients, their_gradients, strict=True):
         torch.testing.assert_close(mine / scale, gradient / scale, rtol=0, atol=2e-6)
 
     cache, their_cache, start = LayerCache(), DynamicCache(), 0
