@@ -1,7 +1,6 @@
 """Pages of docs/results whose tables are the output of the commands above them."""
 
 import glob
-import json
 import re
 import statistics
 from collections import defaultdict
@@ -9,6 +8,7 @@ from itertools import product
 
 import pytest
 
+from megatron.harness.tasks import existing_rows
 from megatron.results.files import read_rows
 from tests.support import ROOT
 from tools import claims, compare, show_results
@@ -89,7 +89,7 @@ def test_the_table_of_tasks_has_the_numbers_of_its_rows():
     section = (folder / "pretrained.md").read_text(encoding="utf-8").split("\n## Tasks\n")[1]
     lines = [line for line in section.splitlines() if line.startswith("| ") and " ± " in line]
     shown = [line.split(" | ")[2:] for line in lines]
-    rows = map(json.loads, (folder / "pretrained/tasks.jsonl").read_text().splitlines())
+    rows = existing_rows(folder / "pretrained/tasks.jsonl")
     expected = [
         [f"{row['length']:,}", f"{row['documents']}", f"{row['value']:.2f} ± {row['stderr']:.2f} |"]
         for row in rows
