@@ -17,6 +17,7 @@ from megatron.positions.base import Position
 HOOKS = (
     "prepare",
     "on_embeddings",
+    "on_embeddings_by_ids",
     "on_queries_keys",
     "on_queries_keys_at",
     "on_queries_keys_by_content",

@@ -23,6 +23,7 @@ from megatron.positions import REGISTRY
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED = {
+    "abacus": {"digits": list(range(10, 40))},
     "attn_temperature": {"floor_scale": 8},
     "mep": {"kernels": ["exp", "kerple_log"]},
     "fire": {"mlp_layers": [4]},

@@ -13,6 +13,7 @@ from megatron.errors import UserError
 CALLS = {
     "prepare": "encoding.prepare(length) once per pass, before all else",
     "on_embeddings": "x = encoding.on_embeddings(x) once, before the first layer",
+    "on_embeddings_by_ids": "x = encoding.on_embeddings_by_ids(x, ids, {}) then",
     "on_queries_keys": "q, k = encoding.on_queries_keys(q, k) in each layer",
     "on_queries_keys_by_content": "q, k = encoding.on_queries_keys_by_content(q, k, x, {}) then",
     "score_scale": "q = q * encoding.score_scale(n)[..., None] last, where query i sees n[i] keys",

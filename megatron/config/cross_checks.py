@@ -196,7 +196,7 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
             encodings = [build_entry(position, entry, shape) for entry in entries]
         several = len({str(entry) for entry in entries}) > 1
         for encoding, entry in zip(encodings, entries, strict=True):
-            if several and encoding.has("on_embeddings"):
+            if several and encoding.changes_embeddings:
                 raise UserError(
                     f"pos_emb_layers: {entry} adds positions to the embeddings, which all layers"
                     " read; give all layers this encoding, or leave it out"

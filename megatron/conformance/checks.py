@@ -395,10 +395,11 @@ def gradients_match_finite_differences(subject: Subject) -> Finding:
     x = torch.randn(1, length, shape.hidden, dtype=torch.float64)
     score_weights = torch.randn(heads, length, length, dtype=torch.float64)
     x_weights = torch.randn_like(x)
+    ids = random_ids(length)
 
     def value(*_: Tensor) -> Tensor:
-        changed = (x_weights * position.on_embeddings(x)).sum()
-        return changed + (score_weights * scores(position, q, k, x)).sum()
+        changed = position.on_embeddings_by_ids(position.on_embeddings(x), ids, {})
+        return (x_weights * changed).sum() + (score_weights * scores(position, q, k, x)).sum()
 
     same = torch.autograd.gradcheck(
         value, parameters, atol=1e-4, rtol=1e-4, fast_mode=True, raise_exception=False

@@ -151,6 +151,7 @@ def effects_before(position: Position, end: int) -> dict[str, Tensor]:
     x = torch.randn(1, CHUNK, shape.hidden)
     q, k = torch.randn(2, 1, shape.heads, CHUNK, shape.head_dim)
     effects = {"embedding": position.on_embeddings(x, start=start)}
+    effects["embedding by ids"] = position.on_embeddings_by_ids(x, random_ids(CHUNK), {})
     effects["query"], effects["key"] = position.on_queries_keys(q, k, start=start)
     scale = position.score_scale(torch.arange(start + 1, end + 1))
     if scale is not None:

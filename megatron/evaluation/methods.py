@@ -216,7 +216,7 @@ class Method:
             return "it changes all scores of a query by their content"
         if has("block_scores"):
             return "its scores depend on the tokens between query and key"
-        if has("on_embeddings"):
+        if position.changes_embeddings:
             return "it adds positions to the embeddings, where they stay"
         if has("index_bias"):
             return "its bias depends on the places of both tokens, not on their distance"

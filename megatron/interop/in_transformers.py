@@ -65,6 +65,13 @@ def use(model: PreTrainedModel, name: str | None = None, **options: Any) -> PreT
         )
     config = family.configuration(keys)
     positions, position_of_layer = positions_from_config(config)
+    for position in positions:
+        if position.has("on_embeddings_by_ids"):
+            raise UserError(
+                f"use: {type(position).__name__} counts by the ids of tokens, which transformers'"
+                " caches do not keep; take another encoding, or train it here and use"
+                " tools/export_checkpoint.py"
+            )
     encodings = nn.ModuleList(positions)
     if name is None:
         stored, prefix = StoredWeights(local_folder(folder), {}), family.trunk + IN_TRUNK

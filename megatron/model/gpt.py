@@ -181,6 +181,7 @@ class GPT(nn.Module):
         self.position_names = list(position_names)
         for position in self._positions:
             check_heads(position, model.key_heads, model.heads_per_query)
+            position.check_tokens(vocab, end_of_document)
             if LATENT in model.kinds:
                 check_latent(position)
         self.use_attention(attention)
@@ -257,6 +258,8 @@ class GPT(nn.Module):
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
         x = with_positions(self.position, x, start, documents)
+        memory = {} if cache is None else cache.embeddings.memory
+        x = self.position.on_embeddings_by_ids(x, ids, memory)
         x = F.dropout(x, self.dropout, self.training)
         count = x.shape[1]
         new = slice(start, start + count)

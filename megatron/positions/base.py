@@ -48,9 +48,9 @@ class WrongEncoding(UserError):
 class Position(Float32Module):
     """A positional encoding: override any of its hooks. Its numbers stay in float32.
 
-    The hooks are `prepare`, `on_embeddings`, `on_queries_keys`, `distance_bias`,
-    `distance_weight`, `score_scale`, `index_bias`, `score_bias`, `block_scores` and `on_scores`;
-    docs/add_an_encoding.md has an example of each.
+    The hooks are `prepare`, `on_embeddings`, `on_embeddings_by_ids`, `on_queries_keys`,
+    `distance_bias`, `distance_weight`, `score_scale`, `index_bias`, `score_bias`, `block_scores`
+    and `on_scores`; docs/add_an_encoding.md has an example of each.
 
     per_layer: every layer needs parameters of its own, whatever `pos_emb_shared` says
     by_distance: whether positions count by their differences alone, apart from what is added to
@@ -133,6 +133,14 @@ class Position(Float32Module):
         """Change the embeddings, once before the first layer: [batch, length, hidden] -> same.
 
         `start` is the position of the first token.
+        """
+        return x
+
+    def on_embeddings_by_ids(self, x: Tensor, ids: Tensor, memory: Memory) -> Tensor:
+        """Change the embeddings by the tokens themselves, after on_embeddings: same shape.
+
+        x [batch, length, hidden], ids [batch, length] int64. memory is that of the embeddings, and
+        otherwise as for on_scores. A token that ends documents is the only sign of them here.
         """
         return x
 
@@ -264,6 +272,15 @@ class Position(Float32Module):
             if isinstance(part, Position) and part is not self:
                 part.check_cached(before, length)
 
+    def check_tokens(self, vocab: int, end_of_document: int | None) -> None:
+        """Raises UserError if ids of tokens in the options do not fit `vocab` rows of embeddings.
+
+        end_of_document: the token that ends documents, where it is known
+        """
+        for part in self.modules():
+            if isinstance(part, Position) and part is not self:
+                part.check_tokens(vocab, end_of_document)
+
     def check_parts(self) -> None:
         """Raises UserError if processes that have one part of a text each cannot compute this."""
         encodings = [part for part in self.modules() if isinstance(part, Position)]
@@ -277,6 +294,7 @@ class Position(Float32Module):
                 "on_queries_keys_by_content reads the tokens before": (
                     self.has("on_queries_keys_by_content") and not self.by_token
                 ),
+                "on_embeddings_by_ids reads the tokens before": self.has("on_embeddings_by_ids"),
                 "block_scores reads the tokens between query and key": self.has("block_scores"),
                 f"{self.crosses_documents} reads the text before": self.crosses_documents,
                 "score_bias does not say that its w is a sum (sums_over_tokens)": (
@@ -339,9 +357,15 @@ class Position(Float32Module):
         return self.has("on_queries_keys_at") or not self.has("on_queries_keys")
 
     @property
+    def changes_embeddings(self) -> bool:
+        """Whether it acts before the first layer, once for all layers."""
+        return self.has("on_embeddings") or self.has("on_embeddings_by_ids")
+
+    @property
     def looks_at_content(self) -> bool:
         """Whether scores depend on the text besides q and k."""
-        hooks = ("on_queries_keys_by_content", "score_bias", "block_scores", "on_scores")
+        hooks = ["on_embeddings_by_ids", "on_queries_keys_by_content", "score_bias"]
+        hooks += ["block_scores", "on_scores"]
         return any(self.has(hook) for hook in hooks)
 
     def distances(self, length: int) -> Tensor:

@@ -26,6 +26,7 @@ KERNEL_NAMES = {"exp": "alibi"}
 OTHER_HOOKS = (
     "prepare",
     "on_embeddings",
+    "on_embeddings_by_ids",
     "on_queries_keys",
     "on_queries_keys_by_content",
     "distance_weight",

@@ -35,6 +35,7 @@ LARGEST_USER_FILE = 1 << 24  # bytes
 
 RETURNED = {
     "on_embeddings": 1,
+    "on_embeddings_by_ids": 1,
     "on_queries_keys": 2,
     "on_queries_keys_by_content": 2,
     "on_scores": 1,

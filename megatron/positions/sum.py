@@ -82,6 +82,11 @@ class Sum(Position):
             x = part.on_embeddings(x, start)
         return x
 
+    def on_embeddings_by_ids(self, x: Tensor, ids: Tensor, memory: Memory) -> Tensor:
+        for part, part_memory in self._with_memory("on_embeddings_by_ids", memory):
+            x = part.on_embeddings_by_ids(x, ids, part_memory)
+        return x
+
     def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> Pair:
         for part in self._parts:
             q, k = part.on_queries_keys(q, k, start)

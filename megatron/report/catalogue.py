@@ -40,6 +40,7 @@ was learned. `python tools/check_encoding.py NAME` tests the properties that it 
 """
 # What hooks cost beyond plain attention.
 COSTS = {
+    "on_embeddings_by_ids": "one vector per token, once",
     "distance_bias": "a table by distance for each step",
     "distance_weight": "a table that multiplies the scores; on the CPU without a fused kernel",
     "score_scale": "queries change: time grows with length",

@@ -192,7 +192,7 @@ def read_state(
     # An encoding acts on the embeddings once, so those of later layers have no gradients.
     idle = set()
     for index, position in enumerate(cast(Iterable[Position], model.positions)):
-        if index and position.has("on_embeddings"):
+        if index and position.changes_embeddings:
             idle |= {f"positions.{index}.{name}" for name, _ in position.named_parameters()}
 
     # Flat pieces of (the tensor rank's part, parameter, key), by data rank.

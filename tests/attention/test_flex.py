@@ -28,6 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without to
 
 BATCH, LENGTH = 2, 150
 SHAPE = Shape(heads=4, head_dim=16, hidden=32, train_length=64)
+IDS = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % 61
 TWO_DOCUMENTS = torch.tensor([[0] * 70 + [1] * 80, [5] * 150])
 REFUSED = {
     "cope": "on_scores",
@@ -72,6 +73,7 @@ def before_attention(encoding, q, k, x, **masks):
     length = x.shape[1]
     encoding.prepare(length)
     x = encoding.on_embeddings(x)
+    x = encoding.on_embeddings_by_ids(x, IDS[:, :length], {})
     q, k = encoding.on_queries_keys(q, k)
     q, k = encoding.on_queries_keys_by_content(q, k, x, {})
     if encoding.has("score_scale"):

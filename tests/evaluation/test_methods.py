@@ -66,8 +66,8 @@ NO_POSITIONS = {
     *("none", "cable", "fox", "selective_rope", "carope", "repo", "ssmax", "attn_temperature"),
 }
 REFUSE_ALL = {
-    *("cope", "dape", "dape_v2", "fire", "fope", "grape_a", "grape_ap", "learned", "path"),
-    *("path_fox", "sinusoidal", "stick_breaking", "wall"),
+    *("abacus", "cope", "dape", "dape_v2", "fire", "fope", "grape_a", "grape_ap", "learned"),
+    *("path", "path_fox", "sinusoidal", "stick_breaking", "wall"),
 }
 ACCEPTED = {
     **{name: {"sinks", "lm_infinite", "clip_distance"} for name in TABLES},

@@ -54,6 +54,7 @@ ANYWHERE = [
     name
     for name in SAMPLE
     if REGISTRY[name].on_embeddings is Position.on_embeddings
+    and REGISTRY[name].on_embeddings_by_ids is Position.on_embeddings_by_ids
     and REGISTRY[name].heads_per_query == 1
 ]
 

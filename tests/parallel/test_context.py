@@ -17,7 +17,7 @@ from tests.training.conftest import grid, records, tiny  # noqa: F401
 
 EXACT = 1e-5
 REFUSED = {
-    *("carope", "cope", "dape", "dape_v2", "grape_a", "grape_ap", "path", "path_fox"),
+    *("abacus", "carope", "cope", "dape", "dape_v2", "grape_a", "grape_ap", "path", "path_fox"),
     *("randomized", "selective_rope", "stick_breaking", "wall"),
 }
 

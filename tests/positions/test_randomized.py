@@ -15,7 +15,7 @@ from tests.support import NEEDED, of_encoding
 SHAPE = Shape(heads=4, head_dim=8, hidden=32, train_length=64)
 EXCLUDING = (
     *("on_scores", "block_scores", "score_bias", "on_queries_keys_by_content"),
-    "distance_weight",
+    *("distance_weight", "on_embeddings_by_ids"),
 )
 WITHIN = [
     name
