@@ -17,7 +17,7 @@ INSTALLED := $(VENV)/installed
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-data demo-mep_free demo-rotary test test-docs gpu-check fuzz faults results results-cpu results-tasks results-context results-recipe results-growth results-sinks results-documents results-pretrained encodings lint format docs clean
+.PHONY: demo demo-data demo-mep_free demo-rotary test test-docs gpu-check fuzz faults results results-cpu results-tasks results-abacus results-context results-recipe results-growth results-sinks results-documents results-pretrained encodings lint format docs clean
 
 # Everything goes through the commands that a user types. The results are in demo/; an interrupted demo continues where
 # it was. Both encodings are trained at the same time, each on its share of the cores.
@@ -79,6 +79,7 @@ faults: $(INSTALLED)
 # was stopped.
 #   make results PART=cpu       (the default) eight encodings on the corpus `environment`, with probes: five hours of one core
 #   make results PART=tasks     fourteen encodings on nine tasks: seven hours of one core
+#   make results PART=abacus    addition with places of digits: about an hour of one core
 #   make results PART=context   twelve encodings that copy from beyond their training length: nine hours of one core
 #   make results PART=recipe    five encodings under eight recipes on code and two tasks: seven hours of one core
 #   make results PART=growth    three encodings whose windows grow in seven ways: about fifteen hours of one core, estimated
@@ -155,8 +156,8 @@ results-pretrained: $(SMOLLM2) $(POLICY)
 	done
 	$(PY) tools/report.py -o $(SWEEP)/report.html --plots $(SWEEP)/plots $(SWEEP)/model/evaluation/*.jsonl
 
-results-tasks: $(INSTALLED)
-	$(PY) tools/sweep.py run configs/sweeps/tasks.yml --jobs 2
+results-tasks results-abacus: $(INSTALLED)
+	$(PY) tools/sweep.py run configs/sweeps/$(@:results-%=%).yml --jobs 2
 	$(REPORT)
 
 # Speed and memory of every encoding, as in docs/performance.md, in about ten minutes on an idle core.

@@ -13,7 +13,7 @@ from tests.support import ROOT
 
 FILES = [
     *sorted((ROOT / "configs/claims").glob("*.yml")),
-    ROOT / "docs/results/documents/claims.yml",
+    *(ROOT / f"docs/results/{folder}/claims.yml" for folder in ("abacus", "documents")),
 ]
 # Seeds for a power of 0.8 of a paired t, two-sided 0.05, by Cohen's d: G*Power
 GPOWER = {0.2: 199, 0.5: 34, 0.8: 15}
