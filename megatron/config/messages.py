@@ -24,6 +24,7 @@ EXPECTED = {  # pydantic's kind of error -> what the key takes
     "model_type": "a mapping such as {{key: value}}",
     "tuple_type": "a list",
     "finite_number": "a finite number",
+    "string_pattern_mismatch": "letters of ABCD, each once and in this order",
     "literal_error": "{expected}",
     "greater_than": "> {gt:.13g}",
     "greater_than_equal": ">= {ge:.13g}",

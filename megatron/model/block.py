@@ -3,7 +3,7 @@
 import math
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from megatron.attention import attend
 from megatron.attention.terms import Content, Terms
-from megatron.model.cache import LayerCache
-from megatron.model.documents import Documents, by_document
+from megatron.model.documents import by_document
 from megatron.model.gated_delta import (
     GatedDelta,
     KimiDelta,
+    LayerInputs,
     Ranks,
-    StateInputs,
+    canon_layer,
     for_each_query_head,
 )
 from megatron.model.settings import Architecture
@@ -126,18 +126,15 @@ class Method(Protocol):
 
 
 @dataclass(frozen=True)
-class AttentionInputs:
-    """Inputs of a layer's attention beside x, the same for every token of a step.
+class AttentionInputs(LayerInputs):
+    """Inputs of a layer with attention beside x, the same for every token of a step.
 
     terms: tables, window and chunk; start: index of the first query;
     method: changes where tokens stand; None: nothing does. With one, the cache holds keys as they
     were before on_queries_keys, and the text is one document;
     query_scale [heads or 1, queries], or with a batch before it: multiplies the queries;
     backend, self_check: of megatron.attention.attention;
-    documents: where they lie, if attention keeps them apart;
-    cache: keys, values and more of earlier tokens; None to keep nothing
     first_query: tokens before it are only read, and have no place in the output
-    context: the other parts of the text; None if x has all of it
     """
 
     position: Position
@@ -147,10 +144,8 @@ class AttentionInputs:
     method: Method | None = None
     start: int = 0
     query_scale: Tensor | None = None
-    documents: Documents | None = None
-    cache: LayerCache | None = None
     first_query: int = 0
-    context: Context | None = None
+    context: Context | None = field(default=None, kw_only=True)
 
 
 def normalisation(features: int, model: Architecture) -> nn.Module:
@@ -198,7 +193,7 @@ def attend_with_encoding(
         q, k = by_document(position.on_queries_keys, (q, k), documents)
     elif method is None:
         q, k = position.on_queries_keys(q, k, inputs.start)
-    memory = {} if inputs.cache is None else inputs.cache.memory
+    memory = inputs.memory
     q, k = position.on_queries_keys_by_content(q, k, x, memory)
     if unencoded is not None:
         q = torch.cat([unencoded.q, q], dim=3)
@@ -289,6 +284,7 @@ class SelfAttention(Attention):
     heads_per_query: so many neighbouring heads have one q, which the encoding changes for each.
     qk_norm: full normalises all heads of a token together, before they are parted (OLMo 2).
     xsa: see `without_own_value`; a gate multiplies what is left.
+    canon: B convolves q, k and v after their norms, in the order of the projection.
     """
 
     def __init__(self, model: Architecture) -> None:
@@ -311,6 +307,7 @@ class SelfAttention(Attention):
         self.clip = model.clip_qkv
         self.dense = nn.Linear(width, hidden, bias=model.bias_in_attn_output)
         self.exclusive = model.xsa
+        self.convolution = canon_layer(model, "B")
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         """x [batch, length, hidden] -> [batch, length - first_query, hidden]."""
@@ -324,6 +321,10 @@ class SelfAttention(Attention):
             first = 2 if self.normed_together else 4  # the features of all heads, or of each
             q = self.query_norm(q.flatten(first)).view_as(q)
             k = self.key_norm(k.flatten(first)).view_as(k)
+        if self.convolution is not None:
+            qkv = torch.cat([q, k, v], dim=3)  # [batch, length, key heads, heads, head_dim]
+            qkv = self.convolution(qkv.flatten(2), inputs).view_as(qkv)
+            q, k, v = qkv.split([q.shape[3], 1, 1], dim=3)
         if self.stretch != 1:
             q = q * self.stretch
         # [batch, heads or key heads, length, head_dim]
@@ -440,10 +441,14 @@ class MLP(nn.Module):
         self.activation = ACTIVATIONS[model.activation]
         self.dense_h_to_4h = nn.Linear(hidden, model.widened, bias=bias)
         self.dense_4h_to_h = nn.Linear(model.mlp_width, hidden, bias=bias)
+        self.convolution = canon_layer(model, "D")
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [batch, length, hidden] -> same."""
-        return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(x)))
+        widened = self.dense_h_to_4h(x)
+        if self.convolution is not None:
+            widened = self.convolution(widened, inputs)
+        return self.dense_4h_to_h(self.activation(widened))
 
 
 LAYERS = {
@@ -461,6 +466,7 @@ class Block(nn.Module):
     With parallel_residual both read the same x: x + attention(norm(x)) + mlp(norm(x)), and with
     shared_norm the same norm(x). norm_placement: post has the norms of what is added in their
     place, x + norm(attention(x)), and both has these beside them.
+    canon: A convolves what attention reads, and C what the MLP reads.
     kind: one of LAYERS, which stands in the place of attention
     """
 
@@ -475,24 +481,30 @@ class Block(nn.Module):
             return normalisation(model.hidden_size, model) if exists else nn.Identity()
 
         self.input_layernorm = norm(before)
+        self.attention_convolution = canon_layer(model, "A")
         self.attention = LAYERS[kind](model)
         self.attention_output_norm = norm(after)
         self.post_attention_layernorm = norm(before and not model.shared_norm)
+        self.mlp_convolution = canon_layer(model, "C")
         self.mlp = MLP(model)
         self.mlp_output_norm = norm(after)
 
-    def forward(self, x: Tensor, inputs: AttentionInputs | StateInputs) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [batch, length, hidden] -> same, or the tokens that attention leaves.
 
         inputs: what its kind reads beside x
         """
-        normed = self.input_layernorm(x)
-        added = self.attention_output_norm(self.attention(normed, inputs))
+        normed = read = self.input_layernorm(x)
+        if self.attention_convolution is not None:
+            read = self.attention_convolution(normed, inputs)
+        added = self.attention_output_norm(self.attention(read, inputs))
         first = x.shape[1] - added.shape[1]
         x, normed = x[:, first:], normed[:, first:]
-        attended = x + F.dropout(added, self.dropout, self.training)
-        read_by_mlp = attended
+        attended = read = x + F.dropout(added, self.dropout, self.training)
         if self.parallel_residual:
-            read_by_mlp = normed if self.shared_norm else x
-        added = self.mlp_output_norm(self.mlp(self.post_attention_layernorm(read_by_mlp)))
+            read = normed if self.shared_norm else x
+        read = self.post_attention_layernorm(read)
+        if self.mlp_convolution is not None:
+            read = self.mlp_convolution(read, inputs)
+        added = self.mlp_output_norm(self.mlp(read, inputs))
         return attended + F.dropout(added, self.dropout, self.training)

@@ -1,4 +1,4 @@
-"""Gated DeltaNet and KDA: layers that read earlier tokens through a state of fixed size."""
+"""Gated DeltaNet and KDA, which read earlier tokens through a state, and causal convolutions."""
 
 import math
 from dataclasses import dataclass
@@ -28,18 +28,64 @@ class Ranks(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class StateInputs:
-    """What a layer with a state reads beside x.
+@dataclass(frozen=True, kw_only=True)
+class LayerInputs:
+    """What every layer reads beside x.
 
-    documents: where they lie, if state and convolution begin anew at each;
-    cache: state and convolution of earlier tokens; None to keep nothing
+    documents: where they lie, if the layer keeps them apart;
+    cache: what it keeps of earlier tokens; None to keep nothing
     context: the other parts of the text; None if x has all of it
     """
 
     documents: Documents | None = None
     cache: LayerCache | None = None
     context: Ranks | None = None
+
+    @property
+    def memory(self) -> dict[str, Tensor]:
+        """That of the cache."""
+        return {} if self.cache is None else self.cache.memory
+
+
+class CausalConvolution(nn.Conv1d):
+    """Each feature of the last CONVOLVED tokens by weights of its own, without a bias."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, channels, CONVOLVED, groups=channels, bias=False)
+
+    def forward(self, x: Tensor, inputs: LayerInputs, name: str = "convolved") -> Tensor:
+        """[batch, channels, length] -> same; name: under which memory holds earlier tokens."""
+        memory = inputs.memory
+        if inputs.context is not None:
+            memory[name] = tokens_before(x, inputs.context)
+        x = after_earlier(x, CONVOLVED - 1, memory, name)
+        out = super().forward(x)
+        if inputs.documents is not None:
+            # The first tokens of a document once more, without those before it.
+            row, token, place = inputs.documents.first_tokens
+            tap = torch.arange(CONVOLVED, device=x.device)
+            read = x[row[:, None], :, token[:, None] + tap]  # [tokens, taps, channels]
+            read = read * (tap >= CONVOLVED - 1 - place[:, None])[..., None]
+            out[row, :, token] = torch.einsum("ntc,ct->nc", read, self.weight[:, 0])
+        return out
+
+
+class CanonLayer(CausalConvolution):
+    """x and its causal convolution (Canon layers, arXiv 2512.17351), as in PhysicsLM4's code."""
+
+    def __init__(self, place: str, channels: int) -> None:
+        super().__init__(channels)
+        self.name = f"canon_{place}"
+
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """[batch, length, channels] -> same."""
+        return x + super().forward(x.mT, inputs, self.name).mT
+
+
+def canon_layer(model: Architecture, place: str) -> CanonLayer | None:
+    """That of a place in a layer, a letter of `canon`; None if it is not among them."""
+    channels = model.canon_channels.get(place)
+    return None if channels is None else CanonLayer(place, channels)
 
 
 class GatedDelta(nn.Module):
@@ -68,21 +114,17 @@ class GatedDelta(nn.Module):
         self.query_key_value = nn.Linear(hidden, channels, bias=False)
         self.gate = nn.Linear(hidden, width, bias=False)
         self.beta_decay = nn.Linear(hidden, 2 * heads, bias=False)
-        self.convolution = nn.Conv1d(channels, channels, CONVOLVED, groups=channels, bias=False)
+        self.convolution = CausalConvolution(channels)
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(0.01, 16).log())
         self.dt_bias = first_steps(heads)
         self.norm = nn.RMSNorm(value_dim, eps=model.layernorm_epsilon)
         self.dense = nn.Linear(width, hidden, bias=False)
 
-    def forward(self, x: Tensor, inputs: StateInputs) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [batch, length, hidden] -> same."""
-        documents, context = inputs.documents, inputs.context
-        memory = {} if inputs.cache is None else inputs.cache.memory
+        documents, context, memory = inputs.documents, inputs.context, inputs.memory
         qkv = self.query_key_value(x).mT  # [batch, channels, length]
-        if context is not None:
-            memory["convolved"] = tokens_before(qkv, context)
-        qkv = after_earlier(qkv, CONVOLVED - 1, memory, "convolved")
-        qkv = F.silu(self.convolved(qkv, documents))
+        qkv = F.silu(self.convolution(qkv, inputs))
 
         with without_autocast(x):
             parts = at_least_float32(qkv).split(self.widths, dim=1)
@@ -108,18 +150,6 @@ class GatedDelta(nn.Module):
                 out = out + factor @ state_before(state, context)
         out = self.norm(out.to(x.dtype).transpose(1, 2)).flatten(2)
         return self.dense(out * self.activation(self.gate(x)))
-
-    def convolved(self, qkv: Tensor, documents: Documents | None) -> Tensor:
-        """[batch, channels, CONVOLVED - 1 + length] -> [batch, channels, length]."""
-        out = self.convolution(qkv)
-        if documents is not None:
-            # The first tokens of a document once more, without those before it.
-            row, token, place = documents.first_tokens
-            tap = torch.arange(CONVOLVED, device=qkv.device)
-            read = qkv[row[:, None], :, token[:, None] + tap]  # [tokens, taps, channels]
-            read = read * (tap >= CONVOLVED - 1 - place[:, None])[..., None]
-            out[row, :, token] = torch.einsum("ntc,ct->nc", read, self.convolution.weight[:, 0])
-        return out
 
     def beta_and_step(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Before the sigmoid and the softplus, float32.
@@ -230,13 +260,13 @@ def products(q: Tensor, decay_between: Tensor, k: Tensor) -> Tensor:
     return torch.einsum("bhif,bhijf,bhjf->bhij", q, decay_between, k)
 
 
-def tokens_before(qkv: Tensor, context: Ranks) -> Tensor:
+def tokens_before(x: Tensor, context: Ranks) -> Tensor:
     """The last tokens of the ranks before, 0 before the text.
 
     [batch, channels, own tokens] -> [batch, channels, CONVOLVED - 1]
     """
     count = CONVOLVED - 1
-    last = qkv[:, :, -count:]  # fewer where parts are shorter
+    last = x[:, :, -count:]  # fewer where parts are shorter
     # Rank 0 takes a slice of no tokens: every rank takes part in the backward pass.
     before = context.gather(last)[:, :, : context.rank * last.shape[2]]
     return F.pad(before, (count, 0))[:, :, -count:]

@@ -22,7 +22,7 @@ from megatron.model.block import (
 )
 from megatron.model.cache import Cache, LayerCache
 from megatron.model.documents import Documents, by_document
-from megatron.model.gated_delta import StateInputs
+from megatron.model.gated_delta import LayerInputs
 from megatron.model.head import mean_loss, token_losses
 from megatron.model.settings import Architecture, AttentionSettings, initialize
 from megatron.positions import Position
@@ -172,6 +172,7 @@ class GPT(nn.Module):
             self.final_linear = nn.Linear(hidden, vocab, bias=model.use_bias_in_output)
         initialize(self, model)
         self.attention_layers = model.attention_layers
+        self.mlp_convolves = not {"C", "D"}.isdisjoint(model.canon_channels)
         # After `initialize`: an encoding sets its own first values.
         self.positions = nn.ModuleList(positions)
         if position_of_layer is None:  # one for all layers, or one for each
@@ -267,11 +268,10 @@ class GPT(nn.Module):
         recompute = self.checkpoint_activations and torch.is_grad_enabled()
         for layer, block in enumerate(self.layers):
             layer_cache = None if cache is None else cache.layers[layer]
-            read: AttentionInputs | StateInputs
-            read = StateInputs(documents, layer_cache, self.context)
+            read = LayerInputs(documents=documents, cache=layer_cache, context=self.context)
             if layer in self.plans:
                 read = replace(inputs[self.plans[layer]], cache=layer_cache, context=self.context)
-                if layer == len(self.layers) - 1:
+                if layer == len(self.layers) - 1 and not self.mlp_convolves:
                     read = replace(read, first_query=first)
             if recompute:
                 x = cast(Tensor, checkpoint(block, x, read, use_reentrant=False))
@@ -279,7 +279,7 @@ class GPT(nn.Module):
                 x = block(x, read)
         if cache is not None:
             cache.length = length
-        x = self.norm(x[:, first - count :])  # a last layer without attention keeps all tokens
+        x = self.norm(x[:, first - count :])  # the last layer may keep all tokens
         return x if self.logit_scale == 1 else x * self.logit_scale
 
     def check_length(self, length: int) -> None:

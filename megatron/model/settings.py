@@ -16,7 +16,7 @@ GATED = ("swiglu", "geglu", "geglu_new")
 GATED_MULTIPLE = 64
 """The MLP's default width is rounded up to a multiple of this where its activation has a gate."""
 CONVOLVED = 4
-"""Tokens that the convolution of a layer with a state sees, the own one included."""
+"""Tokens that a convolution sees, the own one included."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Architecture:
     attention_gate: Literal["head", "element"] | None = None
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
     xsa: bool = False
+    canon: str | None = None
     layers: tuple[str, ...] = ()
     allow_neg_eigval: bool = False
     linear_num_key_heads: int | None = None
@@ -142,6 +143,18 @@ class Architecture:
     def projected_width(self) -> int:
         """Features of a token's queries, gates, keys and values together."""
         return self.key_heads * sum(self.widths_of_key_head)
+
+    @property
+    def canon_channels(self) -> dict[str, int]:
+        """Features that the Canon layers convolve, by their places."""
+        queries, _, keys, values = self.widths_of_key_head
+        channels = {
+            "A": self.hidden_size,
+            "B": self.key_heads * (queries + keys + values),
+            "C": self.hidden_size,
+            "D": self.widened,
+        }
+        return {place: channels[place] for place in self.canon or ""}
 
     @property
     def mlp_width(self) -> int:

@@ -15,7 +15,7 @@ import torch
 
 from megatron.model import position_of_entry
 from megatron.model.block import LAYERS
-from megatron.model.settings import Architecture
+from megatron.model.settings import CONVOLVED, Architecture
 from megatron.positions.layers import (
     ATTENTION,
     LATENT,
@@ -34,7 +34,7 @@ PER_PAIR = 4  # operations of a query, a key and a feature: the score and the we
 
 
 def matrix_weights(model: Architecture, vocab: int) -> int:
-    """Numbers in the matrices that multiply every token.
+    """Numbers in the matrices and convolutions that multiply every token.
 
     Each layer of the papers' GPT has 4 hidden² in attention and 8 hidden² in its feed-forward part,
     in the place of attention a gated_delta layer has 5 hidden², a kda layer 4, beside their gates
@@ -44,7 +44,11 @@ def matrix_weights(model: Architecture, vocab: int) -> int:
     attention = model.projected_width + model.attention_width
     feed_forward = model.widened + model.mlp_width
     layer_weights = layers_of_kinds(model)[ATTENTION] * attention + model.num_layers * feed_forward
-    return model.hidden_size * (layer_weights + vocab) + other_weights(model)[0]
+    weights = model.hidden_size * (layer_weights + vocab) + other_weights(model)[0]
+    layers = {"B": layers_of_kinds(model)[ATTENTION]}
+    for place, channels in model.canon_channels.items():
+        weights += layers.get(place, model.num_layers) * channels * CONVOLVED
+    return weights
 
 
 def other_weights(model: Architecture) -> tuple[int, int]:

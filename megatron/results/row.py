@@ -84,6 +84,7 @@ class Question(Variant, Setting, ProtocolOptions, total=False):
     attention_gate: str  # head or element; none: no gate
     softmax_type: str  # off-by-one or learnable; none: vanilla
     xsa: str  # true; none: false
+    canon: str  # places of Canon layers, such as ABCD; none: nowhere
     optimizer_type: str  # none: Adam
     origin: str  # Hugging Face's class of an imported model, whose seed is unknown
     quantization: str  # kinds that an import's weights were rounded to, as "Q4_K + Q6_K"; none: no
@@ -176,7 +177,8 @@ DEFAULTS.pop("dtype")
 # SHOWN_IF_SET: what a row has only where the model differs from the default, so that labels and the
 # table of models always name it.
 SHOWN_IF_SET = (
-    *("layer_kinds", "attention_gate", "softmax_type", "xsa", "optimizer_type", "quantization"),
+    *("layer_kinds", "attention_gate", "softmax_type", "xsa", "canon"),
+    *("optimizer_type", "quantization"),
 )
 OF_TRAINING = ("train_length", "step", "windows_per_step", "trained_on", "parent_model")
 EXPLAINS = {"pos_emb_args", "sweep", *SHOWN_IF_SET, *OF_TRAINING} - {"step", "quantization"}
@@ -209,6 +211,7 @@ COLUMNS = {
     "attention_gate": "gate",
     "softmax_type": "softmax",
     "xsa": "xsa",
+    "canon": "canon",
     "optimizer_type": "optimizer",
     "quantization": "quantised to",
     "dtype": "dtype",

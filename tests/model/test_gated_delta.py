@@ -11,7 +11,7 @@ from megatron.config import load
 from megatron.evaluation.attention_probes import attention_by_distance
 from megatron.model import GPT, Architecture, Cache, from_config
 from megatron.model.documents import Documents
-from megatron.model.gated_delta import GatedDelta, KimiDelta, StateInputs, gated_delta_rule
+from megatron.model.gated_delta import GatedDelta, KimiDelta, LayerInputs, gated_delta_rule
 from megatron.model.settings import initialize
 from megatron.model.size import PER_STATE, attention_flops, parameters
 from tests.model import test_documents
@@ -97,7 +97,7 @@ def test_a_layer_with_decays_by_feature_is_that_of_transformers_kimi_linear():
     weights["forget_gate.A_log"] = weights.pop("A_log").view(1, 1, 6, 1)
     theirs.load_state_dict(weights)
     x = torch.randn(2, 141, 32)
-    torch.testing.assert_close(ours(x, StateInputs()), theirs(x), rtol=0, atol=2e-6)
+    torch.testing.assert_close(ours(x, LayerInputs()), theirs(x), rtol=0, atol=2e-6)
 
 
 def window_of_documents() -> torch.Tensor:
@@ -119,12 +119,12 @@ def test_a_document_reads_what_it_reads_alone_and_has_its_gradients(kind, dtype,
     expected = []
     for row, numbers in zip(same_x, documents.numbers, strict=True):
         lengths = numbers.unique_consecutive(return_counts=True)[1].tolist()
-        parts = [alone(part[None], StateInputs()) for part in row.split(lengths)]
+        parts = [alone(part[None], LayerInputs()) for part in row.split(lengths)]
         expected.append(torch.cat(parts, dim=1))
     expected = torch.cat(expected)
     layer, x = layer.to(dtype), x.to(dtype).requires_grad_()
-    result = layer(x, StateInputs(documents))
-    assert (result - layer(x, StateInputs())).abs().max() > 1e-2
+    result = layer(x, LayerInputs(documents=documents))
+    assert (result - layer(x, LayerInputs())).abs().max() > 1e-2
     torch.testing.assert_close(result.double(), expected, rtol=0, atol=exact)
 
     weight = torch.randn_like(expected) / documents.numbers.numel()  # a mean over tokens

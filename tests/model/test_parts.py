@@ -41,8 +41,11 @@ COMBINATIONS = {
     "bloom": ["embedding_norm=true", "clip_qkv=0.5", "query_pre_attn_scalar=5"],
     "olmo": [*LLAMA, "norm=layernorm", "use_weight_in_norms=false", "activation=geglu"],
     "exclusive": [*GROUPED, "xsa=true", "attention_gate=head", "softmax_type=off-by-one"],
+    "canon": [*LLAMA, "canon=ABCD", "attention_gate=element", "qk_norm=full"],
     "latents": ["layers=[mla]", "v_head_dim=20", "q_lora_rank=12", "softmax_type=learnable"],
-    "latents beside attention": ["layers=[attention, mla]", "qk_rope_head_dim=8", *GROUPED],
+    "latents beside attention": [
+        *("layers=[attention, mla]", "qk_rope_head_dim=8", *GROUPED, "canon=ACD")
+    ],
     "layer norm of heads": ["qk_norm=true", "parallel_residual=true", "activation=relu"],
 }
 every_combination = pytest.mark.parametrize("parts", COMBINATIONS.values(), ids=COMBINATIONS)

@@ -57,6 +57,10 @@ OPTIONS = {
     "latents of a bias by content": ["pos_emb=fox", "layers=mla", "q_lora_rank=12"],
     "windows": ["pos_emb_layers=[rotary, fox]", "window_layers=[8, null]", SINKS],
     "recomputed": ["pos_emb=fox", "checkpoint_activations=true"],
+    "convolutions": [
+        *("canon=ABCD", "layers=[attention, kda]", "pos_emb=rotary", "num_key_value_heads=2"),
+        *("reset_attention_mask=true", "checkpoint_activations=true"),
+    ],
     "states": ["layers=[gated_delta, attention]", "allow_neg_eigval=true", *GROUPS],
     "states by feature": ["layers=[kda, attention]", "checkpoint_activations=true"],
     "documents of states": [
