@@ -29,7 +29,7 @@ from megatron.positions import (
     options_of,
     syntax_fingerprint,
 )
-from megatron.positions.layers import Entry, entries_of, name_of_layers
+from megatron.positions.layers import Entry, entries_of, linear_entries, name_of_layers
 from megatron.positions.registry import encoding_called
 
 COPY = "pos_emb_file.py"  # the user's own encoding, beside the configuration of a checkpoint
@@ -129,10 +129,12 @@ class Config(Sections):
     def _chosen(self) -> dict[str, Any]:
         """The encoding's options that differ from its own defaults, however they are spelt."""
         entries = entries_of(self.position)
+        linear = {entry.name: _not_default(entry) for entry in linear_entries(self.model)}
+        chosen = {"linear_pos_emb": linear, "pos_emb_args": {}, "pos_emb_layers": []}
         if not self.position.pos_emb_layers:
-            return {"pos_emb_args": plain(_not_default(entries[0])), "pos_emb_layers": []}
-        layers = [{entry.name: plain(_not_default(entry))} for entry in entries]
-        return {"pos_emb_args": {}, "pos_emb_layers": layers}
+            return chosen | {"pos_emb_args": _not_default(entries[0])}
+        layers = [{entry.name: _not_default(entry)} for entry in entries]
+        return chosen | {"pos_emb_layers": layers}
 
     @property
     def beside_encoding(self) -> dict[str, str]:
@@ -141,6 +143,7 @@ class Config(Sections):
         softmax_type = self.model.softmax_type
         facts = {
             "layer_kinds": " + ".join(f"{count} {kind}" for kind, count in counts),
+            "linear_pos_emb": ", ".join(map(str, linear_entries(self.model))),
             "attention_gate": self.model.attention_gate,
             "softmax_type": None if softmax_type == "vanilla" else softmax_type,
             "xsa": "true" if self.model.xsa else None,
@@ -236,7 +239,7 @@ def _not_default(entry: Entry) -> dict[str, Any]:
     for name, value in entry.options.items():
         if name not in defaults or plain(value) != plain(defaults[name]):
             chosen[name] = value
-    return chosen
+    return plain(chosen)
 
 
 def _canonical(value: Any) -> Any:

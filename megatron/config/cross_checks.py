@@ -27,7 +27,7 @@ from megatron.config.schema import (
 )
 from megatron.errors import UserError
 from megatron.files import place_of
-from megatron.positions import Shape, options_of
+from megatron.positions import options_of
 from megatron.positions.base import check_heads, check_latent
 from megatron.positions.layers import (
     ATTENTION,
@@ -35,9 +35,10 @@ from megatron.positions.layers import (
     WITH_ENCODING,
     attention_count,
     build_entry,
-    encoded_features,
+    build_linear,
     entries_of,
     name_of_layers,
+    shape_of,
 )
 from megatron.positions.outline import Outline
 from megatron.splits import PARTS, TASK_PREFIX, parse_split
@@ -48,6 +49,7 @@ OF_STATES = (
     "linear_num_value_heads",
     "linear_key_head_dim",
     "linear_value_head_dim",
+    "linear_pos_emb",
 )
 """Keys that only gated_delta and kda layers read."""
 OF_LATENTS = (
@@ -191,7 +193,7 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
             options_of(entry.name)
         if model.head_dim is None and hidden % heads:
             return  # it has no shape, which is reported already
-        shape = _shape(model)
+        shape = shape_of(model)
         head_dim = model.head_dim or hidden // heads
         if {ATTENTION, LATENT} <= set(model.layers) and shape.head_dim != head_dim:
             yield (
@@ -201,6 +203,7 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
         # Drawing first values must not move the caller's generator.
         with torch.random.fork_rng(devices=[]), Outline():
             encodings = [build_entry(position, entry, shape) for entry in entries]
+            build_linear(model)
         several = len({str(entry) for entry in entries}) > 1
         for encoding, entry in zip(encodings, entries, strict=True):
             if several and encoding.changes_embeddings:
@@ -230,11 +233,6 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
     except RuntimeError as fault:  # a tensor that no memory holds
         reason = str(fault).splitlines()[0]
         yield f"pos_emb: {name_of_layers(position)} cannot be built: {reason}"
-
-
-def _shape(model: Model) -> Shape:
-    features = encoded_features(model)
-    return Shape(model.num_attention_heads, features, model.hidden_size, model.seq_length)
 
 
 def _training(model: Model, data: Data, training: Training, parallel: Parallel) -> Faults:
@@ -291,7 +289,7 @@ def _stages(
         return  # what is wrong is reported already
     entries = entries_of(position)
     with torch.random.fork_rng(devices=[]), Outline():
-        encodings = [build_entry(position, entry, _shape(model)) for entry in entries]
+        encodings = [build_entry(position, entry, shape_of(model)) for entry in entries]
     for stage in training.seq_length_schedule:
         end = "the end" if stage.until is None else f"step {stage.until}"
         where, options = f"seq_length_schedule: the stage until {end}", stage.pos_emb_args

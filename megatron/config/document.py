@@ -16,6 +16,7 @@ WORDS = {
     float: "number",
     bool: "true | false",
     str: "text",
+    Any: "text or mapping",
     Stage: "stage, [length, last step] or mapping",
 }
 SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}

@@ -195,8 +195,8 @@ class Model(Section):
     layers: Pattern[Literal["attention", "mla", "gated_delta", "kda"]] = ()
     """Kinds of layers, a repeated pattern such as `[gated_delta, gated_delta, gated_delta,
     attention]`: mla is attention with a latent (arXiv 2405.04434); gated_delta is Gated DeltaNet
-    (arXiv 2412.06464), kda Kimi Delta Attention (arXiv 2510.26692), which have no encoding and no
-    window; pos_emb_layers and window_layers then repeat over the layers with attention or mla.
+    (arXiv 2412.06464), kda Kimi Delta Attention (arXiv 2510.26692), which have linear_pos_emb and
+    no window; pos_emb_layers and window_layers then repeat over the layers with attention or mla.
     Unset: all have attention."""
     q_lora_rank: Width | None = None
     """Features of the latent that gives the queries of an mla layer; unset: its input gives
@@ -223,6 +223,9 @@ class Model(Section):
     attention."""
     linear_value_head_dim: Width | None = None
     """Features of a head's values in gated_delta and kda layers; unset: linear_key_head_dim."""
+    linear_pos_emb: Any = None
+    """The encoding of gated_delta and kda layers, which turns their queries and keys: rotary, or
+    `{rotary: {base: 1000000}}` with options. With pos_emb: none HyPE (arXiv 2601.22156)."""
     activation: Literal["gelu", "gelu_new", "relu", "silu", "swiglu", "geglu", "geglu_new"] = "gelu"
     """Activation of the MLP; gelu_new: GPT-2's approximation by tanh; swiglu: silu(gate) * up, with
     gate and up from one matrix (Llama); geglu and geglu_new: the same with gelu and gelu_new."""

@@ -106,6 +106,10 @@ def shift_invariant(subject: Subject) -> Finding:
     # The same query, and the same key, at every position.
     one_of_each = torch.randn(2, 1, subject.heads, 1, subject.head_dim, dtype=torch.float64)
     q, k = one_of_each.expand(-1, -1, -1, 50, -1)
+    if position.only_rotates:
+        norms = position.on_queries_keys(q, k)[1].norm(dim=-1)
+        if norms.std(dim=-1).max() > 1e-9:
+            return Finding(FAILS, "it says only_rotates, and norms change along the text")
     near = scores(position, q, k)
     far = scores(position, q, k, start=16000)
     moved = near[..., 1:, 1:].tril()  # one position further along the diagonals

@@ -30,9 +30,7 @@ def sources(model: GPT, config: Config) -> dict[str, str]:
 
     Raises UserError if a user's file imports what cannot be copied.
     """
-    encodings = {
-        type(part).__module__ for part in model.positions.modules() if isinstance(part, Position)
-    }
+    encodings = {type(part).__module__ for part in model.modules() if isinstance(part, Position)}
     ours = {name for name in encodings if not name.startswith(USER_MODULE)}
     registering = {file_of(name) for name in ours}
     files = {}

@@ -15,8 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from megatron.model.cache import Cache
 from megatron.model.gpt import GPT
 from megatron.model.settings import Architecture, AttentionSettings
-from megatron.positions.base import Position, Shape
-from megatron.positions.layers import encoded_features
+from megatron.positions.layers import build_linear, shape_of
 from megatron.positions.registry import build
 
 NOT_OFFERED = ("position_ids", "inputs_embeds", "output_attentions", "output_hidden_states")
@@ -49,22 +48,24 @@ class PositionsGPTConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
 
-def build_position(config: PositionsGPTConfig, index: int) -> Position:
+def build_position(config: PositionsGPTConfig, index: int) -> Any:
     """One of the encodings, with first values, in float32 on the CPU.
+
+    index: the one behind all is that of layers with a state, or None
 
     transformers builds models without memory and in the model's dtype. An encoding computes its
     fixed numbers when it is built, and needs both.
     """
     model = Architecture(**(config.architecture or {}))
-    shape = Shape(
-        model.num_attention_heads, encoded_features(model), model.hidden_size, model.seq_length
-    )
-    [(name, options)] = (config.encodings or [])[index].items()
+    encodings = config.encodings or []
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
         with torch.device("cpu"):
-            return build(name, shape, **options)
+            if index < len(encodings):
+                [(name, options)] = encodings[index].items()
+                return build(name, shape_of(model), **options)
+            return build_linear(model)
     finally:
         torch.set_default_dtype(dtype)
 
@@ -130,6 +131,7 @@ class PositionsGPTForCausalLM(PreTrainedModel, GenerationMixin):
             AttentionSettings(**(config.attention_settings or {})),
             positions=[build_position(config, index) for index in range(count)],
             position_of_layer=config.encoding_of_layer,
+            linear_position=build_position(config, count),
             vocab=config.vocab_size,
         )
         self.post_init()
@@ -221,7 +223,7 @@ class PositionsGPTForCausalLM(PreTrainedModel, GenerationMixin):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """First values; after loading, the fixed numbers of encodings, which no file holds."""
-        for index, position in enumerate(self.gpt.positions):
+        for index, position in enumerate(self.gpt.all_positions):
             for path, part in position.named_modules():
                 if part is not module:
                     continue

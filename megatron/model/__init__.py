@@ -7,13 +7,14 @@ import torch
 from megatron.model.cache import Cache
 from megatron.model.gpt import GPT
 from megatron.model.settings import Architecture, AttentionSettings
-from megatron.positions import Position, Shape, options_of
+from megatron.positions import Position, options_of
 from megatron.positions.layers import (
     Entry,
     attention_count,
     build_entry,
-    encoded_features,
+    build_linear,
     entries_of,
+    shape_of,
 )
 
 if TYPE_CHECKING:  # a model is built without the packages that read a configuration
@@ -55,6 +56,7 @@ def from_config(config: "Config", vocab: int, end_of_document: int | None = None
             positions=positions,
             position_of_layer=position_of_layer,
             position_names=names,
+            linear_position=build_linear(config.model),
             vocab=vocab,
             end_of_document=end_of_document,
         )
@@ -90,10 +92,8 @@ def positions_from_config(config: "Config") -> tuple[list[Position], list[int]]:
 
 def position_of_entry(config: "Config", entry: Entry) -> Position:
     """The encoding of an entry, with options that other keys give."""
-    model = Architecture.of(config.model)
-    heads, head_dim = model.num_attention_heads, encoded_features(model)
-    shape = Shape(heads, head_dim, model.hidden_size, model.seq_length)
-    return build_entry(config.position, entry, shape, options_of_entry(config, entry))
+    options = options_of_entry(config, entry)
+    return build_entry(config.position, entry, shape_of(config.model), options)
 
 
 def options_of_entry(config: "Config", entry: Entry) -> dict[str, Any]:

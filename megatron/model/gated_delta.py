@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megatron.model.cache import LayerCache
 from megatron.model.documents import Documents
 from megatron.model.settings import CONVOLVED, Architecture
+from megatron.positions import Position
 from megatron.positions.base import after_earlier
 from megatron.positions.precision import at_least_float32, without_autocast
 
@@ -35,11 +36,15 @@ class LayerInputs:
     documents: where they lie, if the layer keeps them apart;
     cache: what it keeps of earlier tokens; None to keep nothing
     context: the other parts of the text; None if x has all of it
+    linear_position: turns queries and keys of a layer with a state; None: nothing does
+    places: those of the tokens that it is asked for, [length] or [batch, 1, length]
     """
 
     documents: Documents | None = None
     cache: LayerCache | None = None
     context: Ranks | None = None
+    linear_position: Position | None = None
+    places: Tensor | None = None
 
     @property
     def memory(self) -> dict[str, Tensor]:
@@ -133,6 +138,9 @@ class GatedDelta(nn.Module):
                 for_each_query_head(part.unflatten(1, (heads, -1)).mT, self.heads[2] // heads)
                 for part, heads in zip(parts, self.heads, strict=True)
             )
+            position, places = inputs.linear_position, inputs.places
+            if position is not None and places is not None:
+                q, k = position.on_queries_keys_at(q, k, places, places)
             beta, step = self.beta_and_step(x)
             beta = self.largest_beta * beta.sigmoid()
             log_decay = -at_least_float32(self.A_log)[:, None, None].exp() * F.softplus(step)

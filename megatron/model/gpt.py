@@ -132,6 +132,7 @@ class GPT(nn.Module):
     position_of_layer: which of them each layer has, where layers differ; as all that is said of
     encodings and windows it is about the layers that have attention
     position_names: what they are called, where layers differ;
+    linear_position: the encoding of layers with a state, which no setting of attention changes;
     vocab: rows of the embedding, padding included;
     end_of_document: the token that ends a document, for reset_attention_mask
 
@@ -149,6 +150,7 @@ class GPT(nn.Module):
         vocab: int,
         position_of_layer: Sequence[int] | None = None,
         position_names: Sequence[str] = (),
+        linear_position: Position | None = None,
         end_of_document: int | None = None,
     ) -> None:
         super().__init__()
@@ -175,6 +177,7 @@ class GPT(nn.Module):
         self.mlp_convolves = not {"C", "D"}.isdisjoint(model.canon_channels)
         # After `initialize`: an encoding sets its own first values.
         self.positions = nn.ModuleList(positions)
+        self.linear_position = linear_position
         if position_of_layer is None:  # one for all layers, or one for each
             count = len(self.attention_layers)
             position_of_layer = range(count) if len(positions) > 1 else [0] * count
@@ -232,7 +235,7 @@ class GPT(nn.Module):
             raise UserError(f"ids: {list(ids.shape)} must be [batch, length]")
         start = 0 if cache is None else cache.length
         length = start + ids.shape[1]  # of the whole text
-        prepare(self._positions, start, length)
+        prepare(self.all_positions, start, length)
         if cache is not None and not cache.layers:
             cache.layers = [LayerCache() for _ in self.layers]
         documents = None
@@ -265,10 +268,22 @@ class GPT(nn.Module):
         count = x.shape[1]
         new = slice(start, start + count)
         inputs = attention_inputs(self.plans.values(), self.attention, new, length, documents)
+        linear, places = self.linear_position, None
+        if linear is not None:
+            where = new
+            if documents is not None and documents.restart:
+                where = documents.places[:, None]
+            places = linear.indices(0, length)[where]
         recompute = self.checkpoint_activations and torch.is_grad_enabled()
         for layer, block in enumerate(self.layers):
             layer_cache = None if cache is None else cache.layers[layer]
-            read = LayerInputs(documents=documents, cache=layer_cache, context=self.context)
+            read = LayerInputs(
+                documents=documents,
+                cache=layer_cache,
+                context=self.context,
+                linear_position=linear,
+                places=places,
+            )
             if layer in self.plans:
                 read = replace(inputs[self.plans[layer]], cache=layer_cache, context=self.context)
                 if layer == len(self.layers) - 1 and not self.mlp_convolves:
@@ -428,6 +443,11 @@ class GPT(nn.Module):
     @property
     def _positions(self) -> Sequence[Position]:
         return cast(Sequence[Position], self.positions)
+
+    @property
+    def all_positions(self) -> Sequence[Position]:
+        """Those of attention, and that of layers with a state."""
+        return [*self._positions, *filter(None, [self.linear_position])]
 
     @property
     def output_matrix(self) -> Tensor:

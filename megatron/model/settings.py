@@ -48,6 +48,7 @@ class Architecture:
     linear_num_value_heads: int | None = None
     linear_key_head_dim: int | None = None
     linear_value_head_dim: int | None = None
+    linear_pos_emb: Any = None
     q_lora_rank: int | None = None
     kv_lora_rank: int | None = None
     qk_rope_head_dim: int | None = None

@@ -63,6 +63,9 @@ class Position(Float32Module):
     rotates: on_queries_keys makes q·k depend on the distance, and on_queries_keys_at can be asked
     stretches: on_queries_keys_at knows `stretch`, and use_scaling other options than none
     stretched_by: the scaling of frequencies with which it is trained already, such as llama3
+    only_rotates: on_queries_keys_at turns q and k by fixed angles for each position, apart from one
+        factor of all, also at positions [batch, 1, length], and nothing else acts, learns or is
+        drawn: layers with a state can have it
     draws: numbers per head that KERPLE's constructor draws from U(0, high); they are options too
     score_rank: rank of score_bias, the last dimension of u and w
     sums_over_tokens: score_bias gives as w a sum over the tokens up to each key, so that parts of a
@@ -91,6 +94,7 @@ class Position(Float32Module):
     rotates: bool = False
     stretches: bool = False
     stretched_by: str | None = None
+    only_rotates: bool = False
     score_rank: int = 1
     sums_over_tokens: bool = False
     by_token: bool = False

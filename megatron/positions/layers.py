@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from megatron.errors import UserError
@@ -73,6 +73,12 @@ def encoded_features(section: Any) -> int:
     return section.qk_rope_head_dim or max(1, head_dim // 2)
 
 
+def shape_of(section: Any) -> Shape:
+    """The sizes that an encoding is built for; section: `model` of the configuration."""
+    heads, features = section.num_attention_heads, encoded_features(section)
+    return Shape(heads, features, section.hidden_size, section.seq_length)
+
+
 def entries_of(section: Any) -> list[Entry]:
     """The encodings of the first layers, which repeat over the others; one where none differ.
 
@@ -80,16 +86,24 @@ def entries_of(section: Any) -> list[Entry]:
     """
     if not section.pos_emb_layers:
         return [Entry(section.pos_emb, dict(section.pos_emb_args))]
-    entries = []
-    for number, item in enumerate(section.pos_emb_layers, 1):
-        where = f"pos_emb_layers: entry {number}"
-        name, options = named(where, item)
-        try:
-            encoding_called(name)
-        except UserError as fault:
-            raise UserError(f"{where}: {fault}") from None
-        entries.append(Entry(ALIASES.get(name, name), options))
-    return entries
+    items = enumerate(section.pos_emb_layers, 1)
+    return [entry_of(f"pos_emb_layers: entry {number}", item) for number, item in items]
+
+
+def linear_entries(section: Any) -> list[Entry]:
+    """The encoding of layers with a state, if they have one; section: as of `layers_of_kinds`."""
+    item = section.linear_pos_emb
+    return [] if item is None else [entry_of("linear_pos_emb", item)]
+
+
+def entry_of(where: str, item: Any) -> Entry:
+    """An encoding as YAML names it; UserError, which begins with `where`, if it is none."""
+    name, options = named(where, item)
+    try:
+        encoding_called(name)
+    except UserError as fault:
+        raise UserError(f"{where}: {fault}") from None
+    return Entry(ALIASES.get(name, name), options)
 
 
 def name_of_layers(section: Any) -> str:
@@ -113,3 +127,26 @@ def build_entry(
         if not section.pos_emb_layers:
             raise
         raise UserError(f"pos_emb_layers: {fault}") from None
+
+
+def build_linear(section: Any) -> Position | None:
+    """The encoding of layers with a state; UserError for one that they cannot have.
+
+    section: `model` of the configuration
+    """
+    head_dim = section.linear_key_head_dim or section.head_dim
+    head_dim = head_dim or section.hidden_size // section.num_attention_heads
+    shape = replace(shape_of(section), head_dim=head_dim)
+    for entry in linear_entries(section):
+        try:
+            position = build(entry.name, shape, **entry.options)
+        except UserError as fault:
+            raise UserError(f"linear_pos_emb: {fault}") from None
+        if position.only_rotates:
+            return position
+        raise UserError(
+            f"linear_pos_emb: {entry.name} does not only turn queries and keys by their positions,"
+            " which alone a state can have; take rotary, or a change of its frequencies such as"
+            " p_rope or yarn"
+        )
+    return None

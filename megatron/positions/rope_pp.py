@@ -24,7 +24,7 @@ class RopePP(Rotary):
     """
 
     heads_per_query = 2
-    published = False
+    published = only_rotates = False
     reference_names = {}
 
     def on_queries_keys_at(

@@ -31,6 +31,7 @@ class Rotary(Turning):
     """
 
     published = True
+    only_rotates = True
     heads_alike = True
     draws_positions = False
     reference_names = {"inv_freq": "inv_freq"}
@@ -149,15 +150,15 @@ class Rotary(Turning):
         return turned_q, self.turn(k, cos, sin)
 
     def _cos_sin(self, position: Tensor, frequencies: Tensor) -> Pair:
-        """[length], [dim / 2] -> [length, dim / 2] each, float32.
+        """[…, length], [dim / 2] -> […, length, dim / 2] each, float32.
 
         The forks' engine rounds the frequencies, and they make positions and angles of the same
         dtype. MEP's YaRN has its angles before the engine comes.
         """
         if self.paper_precision and not self.is_scaled:
-            angle = (self.rounded(position)[:, None] * self.rounded(frequencies)).float()
+            angle = (self.rounded(position)[..., None] * self.rounded(frequencies)).float()
         else:
-            angle = position[:, None] * frequencies
+            angle = position[..., None] * frequencies
         cos, sin = self.amplitude * angle.cos(), self.amplitude * angle.sin()
         return self.rounded(cos).to(angle.dtype), self.rounded(sin).to(angle.dtype)
 

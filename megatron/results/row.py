@@ -81,6 +81,7 @@ class Question(Variant, Setting, ProtocolOptions, total=False):
     bos_token: str  # stands before each text, as the tokenizer of an import asks; none: nothing
     trained_on: str  # corpora of a blend and their weights; none: one corpus
     layer_kinds: str  # kinds of layers, such as "3 gated_delta + 1 attention"; none: attention
+    linear_pos_emb: str  # encoding of layers with a state, such as "rotary (base: 1000000)"
     attention_gate: str  # head or element; none: no gate
     softmax_type: str  # off-by-one or learnable; none: vanilla
     xsa: str  # true; none: false
@@ -177,7 +178,7 @@ DEFAULTS.pop("dtype")
 # SHOWN_IF_SET: what a row has only where the model differs from the default, so that labels and the
 # table of models always name it.
 SHOWN_IF_SET = (
-    *("layer_kinds", "attention_gate", "softmax_type", "xsa", "canon"),
+    *("layer_kinds", "linear_pos_emb", "attention_gate", "softmax_type", "xsa", "canon"),
     *("optimizer_type", "quantization"),
 )
 OF_TRAINING = ("train_length", "step", "windows_per_step", "trained_on", "parent_model")
@@ -208,6 +209,7 @@ COLUMNS = {
     "pos_emb": "pos_emb",
     "pos_emb_args": "options",
     "layer_kinds": "layers",
+    "linear_pos_emb": "positions of states",
     "attention_gate": "gate",
     "softmax_type": "softmax",
     "xsa": "xsa",

@@ -119,6 +119,22 @@ def test_what_says_that_it_sums_over_tokens_is_held_to_it():
     assert checks.parts_sum_to_the_whole(Subject("alibi")).detail == "it has no score_bias"
 
 
+class Growing(Rotary):
+    """Keys and queries that grow along the text."""
+
+    def on_queries_keys_at(self, q, k, query, key, **place):
+        q, k = super().on_queries_keys_at(q, k, query, key, **place)
+        return q, k * key[:, None]
+
+
+def test_what_says_that_it_only_rotates_is_held_to_it():
+    assert checks.shift_invariant(Subject("yarn", {"factor": 4})).verdict == HOLDS
+    register("growing")(Growing)
+    finding = checks.shift_invariant(Subject("growing"))
+    assert finding.verdict == FAILS
+    assert "norms change along the text" in finding.detail
+
+
 class OneNumber(DistanceBias):
     """A slope per head."""
 

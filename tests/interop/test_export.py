@@ -29,6 +29,7 @@ from megatron.interop import export as exporting
 from megatron.interop import open_model
 from megatron.interop.export import export
 from megatron.interop.export_code import sources
+from megatron.interop.families import FAMILIES
 from megatron.interop.importing import description, import_checkpoint, import_if_foreign
 from megatron.model import from_config
 from megatron.positions import FILES, REGISTRY
@@ -92,7 +93,7 @@ def test_every_key_of_model_and_attention_is_kept(settings, tmp_path):
     assert "no class of transformers is exactly this model" in card
     for key, line in {
         "softmax_type": "| encoding | rotary, attention_gate head, softmax_type learnable |",
-        "num_layers": "layer_kinds 1 gated_delta + 1 attention + 1 kda |",
+        "num_layers": "+ 1 attention + 1 kda, linear_pos_emb clipped_rope |",
     }.items():
         assert (line in card) == (key in settings)
 
@@ -113,6 +114,14 @@ def test_a_model_that_is_one_of_transformers_becomes_it_and_comes_back(name, tmp
     atol = 1e-5 if name in above_one else 0
     ids = random_ids(70)
     torch.testing.assert_close(back(ids), model(ids), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5ForCausalLM", "KimiLinearForCausalLM"])
+def test_a_class_whose_states_turn_nothing_is_another_model_where_ours_do(name):
+    same = [*SHAPE, *words(CASES["ours"][name])]
+    FAMILIES[name].config_of(load([], same), VOCAB)
+    with pytest.raises(UserError, match=r"is another model: linear_pos_emb: rotary$"):
+        FAMILIES[name].config_of(load([], [*same, "linear_pos_emb=rotary"]), VOCAB)
 
 
 def test_a_users_own_encoding_goes_along_and_is_not_run_unasked(bump, tmp_path):

@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from megatron.config import load
+from megatron.errors import UserError
 from megatron.evaluation.attention_probes import attention_by_distance
 from megatron.model import GPT, Architecture, Cache, from_config
 from megatron.model.documents import Documents
 from megatron.model.gated_delta import GatedDelta, KimiDelta, LayerInputs, gated_delta_rule
 from megatron.model.settings import initialize
 from megatron.model.size import PER_STATE, attention_flops, parameters
+from megatron.positions import Shape, build
 from tests.model import test_documents
 from tests.model.test_cache import in_pieces
 
@@ -100,6 +102,53 @@ def test_a_layer_with_decays_by_feature_is_that_of_transformers_kimi_linear():
     torch.testing.assert_close(ours(x, LayerInputs()), theirs(x), rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("kind", [GatedDelta, KimiDelta])
+def test_turned_queries_and_keys_give_the_numbers_and_gradients_of_the_recurrence(kind):
+    """HyPE, one token after another in float64: k_t e^(itθ), with complex numbers as pairs."""
+    layer = kind(replace(MODEL, **OTHER_HEADS)).double()
+    key_heads, heads, key_dim, value_dim = replace(MODEL, **OTHER_HEADS).delta_sizes
+    start, length = 1000, 71
+    x = torch.randn(2, length, 32, dtype=torch.float64, requires_grad=True)
+    frequencies = (50 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)).float().double()
+    angle = torch.arange(start, start + length)[:, None] * frequencies
+    turns = torch.polar(torch.ones_like(angle), angle)  # [length, pairs]
+
+    def of_heads(part, count):
+        return part.unflatten(1, (count, -1)).mT.repeat_interleave(heads // count, dim=1)
+
+    def unit_and_turned(part):
+        part = of_heads(part, key_heads)
+        part = part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+        first, second, still = part.split([4, 4, 4], dim=-1)
+        turned = torch.complex(first, second) * turns
+        return torch.cat([turned.real, turned.imag, still], dim=-1)
+
+    padded = torch.nn.functional.pad(layer.query_key_value(x).mT, (3, 0))
+    taps = torch.nn.functional.conv1d(padded, layer.convolution.weight, groups=padded.shape[1])
+    q, k, v = torch.nn.functional.silu(taps).split(layer.widths, dim=1)
+    q, k, v = unit_and_turned(q), unit_and_turned(k), of_heads(v, heads)
+    beta, step = layer.beta_and_step(x)
+    decay = (-layer.A_log.exp()[:, None, None] * torch.nn.functional.softplus(step)).exp()
+    state, read = torch.zeros(2, heads, value_dim, key_dim, dtype=torch.float64), []
+    for t in range(length):
+        key, value, b = k[:, :, t, :, None], v[:, :, t, :, None], beta.sigmoid()[:, :, t, :, None]
+        state = state * decay[:, :, t, None]
+        state = state + b * (value - state @ key) @ key.mT
+        read.append((state @ q[:, :, t, :, None])[..., 0] / key_dim**0.5)
+    read = layer.norm(torch.stack(read, dim=1)).flatten(2)
+    expected = layer.dense(read * layer.activation(layer.gate(x)))
+
+    shape = Shape(key_heads, key_dim, 32, 48)
+    rotary = build("rotary", shape, base=50, rotary_pct=2 / 3).double()
+    result = layer(x, LayerInputs(linear_position=rotary, places=rotary.indices(start, length)))
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-10)
+    assert (result - layer(x, LayerInputs())).abs().max() > 1e-2
+    weight, inputs = torch.randn_like(result), [x, *layer.parameters()]
+    mine = torch.autograd.grad((result * weight).sum(), inputs)
+    paper = torch.autograd.grad((expected * weight).sum(), inputs)
+    torch.testing.assert_close(mine, paper, rtol=0, atol=1e-9)
+
+
 def window_of_documents() -> torch.Tensor:
     """[2, 207] ids: documents of 1 to 130 tokens, which end at, before and after ends of chunks."""
     ids = torch.randint(1, 50, (2, 207))
@@ -149,6 +198,62 @@ def test_documents_of_a_hybrid_are_each_of_them_alone_also_in_pieces(kind):
         torch.testing.assert_close(result, expected, rtol=0, atol=1e-4)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["gated_delta", "kda"])
+def test_positions_of_states_begin_again_at_each_document(kind):
+    """Without it kda reads something else: its decays belong to features, which do not turn."""
+    ids = window_of_documents()
+    settings = [f"layers=[{kind}, attention, {kind}]", "pos_emb=none", "linear_pos_emb=rotary"]
+    expected = test_documents.one_by_one(model(*settings), ids)
+    settings.append("reset_attention_mask=true")
+    gpt, goes_on = model(*settings, "reset_position_ids=true"), model(*settings)
+    for hybrid in (gpt, goes_on):
+        hybrid.end_of_document = test_documents.END
+    torch.testing.assert_close(gpt(ids), expected, rtol=0, atol=2e-5)
+    result = in_pieces(gpt, ids, [1, 1, 60, 1, 1, 1, 2, 64, 5, 71])
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-4)
+    difference = (goes_on(ids) - expected).abs().max()
+    assert difference < 5e-5 if kind == "gated_delta" else difference > 0.1
+
+
+def test_turning_in_states_changes_no_weight_and_is_named():
+    words = [
+        "pos_emb=none",
+        "linear_pos_emb={rotary: {base: 100}}",
+        "layers=[gated_delta, attention]",
+    ]
+    plain, turned = model(words[0], words[2]).state_dict(), model(*words).state_dict()
+    assert plain.keys() == turned.keys()
+    assert all(torch.equal(plain[name], turned[name]) for name in plain)
+    config = load([], [*SIZES, *words])
+    label = "none, layer_kinds 1 gated_delta + 1 attention, linear_pos_emb rotary (base: 100)"
+    assert config.label == label
+    spellings = ("rope", "rotary", "{rotary: {base: 1e4}}", "{rotary: {rotary_pct: 1}}")
+    rotary = {load([], [*SIZES, words[2], f"linear_pos_emb={text}"]).hash for text in spellings}
+    without = load([], [*SIZES, words[2]]).hash
+    assert len(rotary) == 1
+    assert len({*rotary, config.hash, without}) == 3
+
+
+@torch.no_grad()
+def test_lengths_that_a_rotation_in_states_counts_are_those_of_the_text():
+    """It is prepared as in attention, and keeps its frequencies where those of attention change."""
+    longrope = "{longrope: {factor: 4, long_factor: 4}}"
+    gpt, ids = model("pos_emb=rotary", f"linear_pos_emb={longrope}"), torch.randint(50, (1, 60))
+    turning, before = gpt.linear_position, gpt.linear_position.inv_freq.clone()
+    assert turning.shape == Shape(4, 8, 32, 48)
+    for length in (60, 48):
+        gpt(ids[:, :length])
+        assert turning.is_short == (length == 48)
+    cache = Cache()
+    gpt(ids[:, :48], cache=cache)
+    with pytest.raises(UserError, match="cached keys of a shorter text cannot be used"):
+        gpt(ids[:, 48:], cache=cache)
+    gpt.use_attention(gpt.attention, {"base": 100})
+    assert torch.equal(turning.inv_freq, before)
+    assert gpt.position.scaling == {"base": 100}
+
+
 def test_first_values_are_those_of_flash_linear_attention():
     """A in (0, 16), steps from 0.001 to 0.1, and torch's own first values of a convolution."""
     layer = torch.nn.ModuleList([GatedDelta(MODEL)])
@@ -171,6 +276,7 @@ def test_decoding_in_pieces_is_the_whole_pass_also_of_chosen_texts():
         ["pos_emb=kerple_log", *other],
         ["pos_emb=fox", "allow_neg_eigval=true"],
         ["pos_emb=rotary", *kda],
+        ["pos_emb=none", "linear_pos_emb={yarn: {factor: 4}}", *kda],
     ):
         gpt = model(*settings)
         expected = gpt(ids)

@@ -62,10 +62,13 @@ OPTIONS = {
         *("reset_attention_mask=true", "checkpoint_activations=true"),
     ],
     "states": ["layers=[gated_delta, attention]", "allow_neg_eigval=true", *GROUPS],
-    "states by feature": ["layers=[kda, attention]", "checkpoint_activations=true"],
+    "states by feature": [
+        *("layers=[kda, attention]", "checkpoint_activations=true", "linear_pos_emb=rotary"),
+    ],
     "documents of states": [
         *("layers=[gated_delta, attention, kda]", "num_layers=3", "pos_emb=none"),
         *("reset_attention_mask=true", *GROUPS),
+        *("reset_position_ids=true", "linear_pos_emb=rotary"),
     ],
 }
 
