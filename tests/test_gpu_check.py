@@ -42,6 +42,7 @@ def gpu_test_files():
     return {str(file.relative_to(ROOT)) for file in marked}
 
 
+@pytest.mark.campaign
 def test_tests_of_kernels_and_benchmarks_need_torch_numpy_and_pytest_alone(tmp_path):
     (tmp_path / "absent.py").write_text(ABSENT)
     options = ["-p", "absent", "-p", "no:cacheprovider", "-q", "-rs"]

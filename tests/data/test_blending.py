@@ -19,6 +19,10 @@ from megatron.data.tokens import TokenFile, TokenWriter
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "data"
 EXPECTED = json.loads((GOLDEN / "blends.json").read_text())
+CHOICES = [  # by two, four and thirty corpora, and a weight next to 0, in the short version
+    pytest.param(case, marks=[] if number in (2, 6, 8, 9) else pytest.mark.campaign)
+    for number, case in enumerate(EXPECTED["choices"])
+]
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCD"
 
 
@@ -63,7 +67,7 @@ def test_blends_are_those_of_the_reference_token_for_token(corpora, case):
         blend[len(blend)]
 
 
-@pytest.mark.parametrize("case", EXPECTED["choices"], ids=lambda case: str(case["weights"])[:20])
+@pytest.mark.parametrize("case", CHOICES, ids=lambda case: str(case["weights"])[:20])
 def test_each_window_is_of_the_corpus_that_the_reference_chooses(case):
     turns = Turns(case["weights"])
     # The last block first: its counts are computed without the blocks before it.

@@ -34,11 +34,12 @@ def sweep_of(tmp_path, text, **chosen):
 
 @pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.yml")), ids=lambda path: path.stem)
 def test_every_cell_of_every_shipped_sweep_is_a_training_of_its_own(path):
-    cells = load_sweep(path).cells
+    all_seeds = path.stem == "kerple_table3"
+    cells = load_sweep(path, only=[] if all_seeds else ["seed=1235"]).cells
     assert cells[0].evaluations
     assert len({cell.config.hash for cell in cells}) == len(cells)
     assert len({cell.name for cell in cells}) == len(cells)
-    if path.stem == "kerple_table3":
+    if all_seeds:
         assert len(cells) == 3 * 6 * 5  # corpora, encodings, seeds
         config = cells[0].config
         assert (config.training.train_iters, config.optimizer.lr) == (50000, 6e-4)
