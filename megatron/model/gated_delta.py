@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,20 @@ class Ranks(Protocol):
         ...
 
 
+class PositionAtPlaces(NamedTuple):
+    """An encoding, and the places of tokens that it turns.
+
+    places: [length] or [batch, 1, length]
+    """
+
+    position: Position
+    places: Tensor
+
+    def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q, k [batch, heads, length, features] -> same."""
+        return self.position.on_queries_keys_at(q, k, self.places, self.places)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerInputs:
     """What every layer reads beside x.
@@ -36,15 +50,13 @@ class LayerInputs:
     documents: where they lie, if the layer keeps them apart;
     cache: what it keeps of earlier tokens; None to keep nothing
     context: the other parts of the text; None if x has all of it
-    linear_position: turns queries and keys of a layer with a state; None: nothing does
-    places: those of the tokens that it is asked for, [length] or [batch, 1, length]
+    turn: turns queries and keys of a layer with a state; None: nothing does
     """
 
     documents: Documents | None = None
     cache: LayerCache | None = None
     context: Ranks | None = None
-    linear_position: Position | None = None
-    places: Tensor | None = None
+    turn: PositionAtPlaces | None = None
 
     @property
     def memory(self) -> dict[str, Tensor]:
@@ -138,9 +150,8 @@ class GatedDelta(nn.Module):
                 for_each_query_head(part.unflatten(1, (heads, -1)).mT, self.heads[2] // heads)
                 for part, heads in zip(parts, self.heads, strict=True)
             )
-            position, places = inputs.linear_position, inputs.places
-            if position is not None and places is not None:
-                q, k = position.on_queries_keys_at(q, k, places, places)
+            if inputs.turn is not None:
+                q, k = inputs.turn(q, k)
             beta, step = self.beta_and_step(x)
             beta = self.largest_beta * beta.sigmoid()
             log_decay = -at_least_float32(self.A_log)[:, None, None].exp() * F.softplus(step)

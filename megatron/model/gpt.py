@@ -22,7 +22,7 @@ from megatron.model.block import (
 )
 from megatron.model.cache import Cache, LayerCache
 from megatron.model.documents import Documents, by_document
-from megatron.model.gated_delta import LayerInputs
+from megatron.model.gated_delta import LayerInputs, PositionAtPlaces
 from megatron.model.head import mean_loss, token_losses
 from megatron.model.settings import Architecture, AttentionSettings, initialize
 from megatron.positions import Position
@@ -268,12 +268,13 @@ class GPT(nn.Module):
         count = x.shape[1]
         new = slice(start, start + count)
         inputs = attention_inputs(self.plans.values(), self.attention, new, length, documents)
-        linear, places = self.linear_position, None
-        if linear is not None:
+        turn = None
+        if self.linear_position is not None:
             where = new
             if documents is not None and documents.restart:
                 where = documents.places[:, None]
-            places = linear.indices(0, length)[where]
+            places = self.linear_position.indices(0, length)[where]
+            turn = PositionAtPlaces(self.linear_position, places)
         recompute = self.checkpoint_activations and torch.is_grad_enabled()
         for layer, block in enumerate(self.layers):
             layer_cache = None if cache is None else cache.layers[layer]
@@ -281,8 +282,7 @@ class GPT(nn.Module):
                 documents=documents,
                 cache=layer_cache,
                 context=self.context,
-                linear_position=linear,
-                places=places,
+                turn=turn,
             )
             if layer in self.plans:
                 read = replace(inputs[self.plans[layer]], cache=layer_cache, context=self.context)

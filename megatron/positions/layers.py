@@ -134,19 +134,20 @@ def build_linear(section: Any) -> Position | None:
 
     section: `model` of the configuration
     """
+    if section.linear_pos_emb is None:
+        return None
+    entry = entry_of("linear_pos_emb", section.linear_pos_emb)
     head_dim = section.linear_key_head_dim or section.head_dim
     head_dim = head_dim or section.hidden_size // section.num_attention_heads
     shape = replace(shape_of(section), head_dim=head_dim)
-    for entry in linear_entries(section):
-        try:
-            position = build(entry.name, shape, **entry.options)
-        except UserError as fault:
-            raise UserError(f"linear_pos_emb: {fault}") from None
-        if position.only_rotates:
-            return position
+    try:
+        position = build(entry.name, shape, **entry.options)
+    except UserError as fault:
+        raise UserError(f"linear_pos_emb: {fault}") from None
+    if not position.only_rotates:
         raise UserError(
             f"linear_pos_emb: {entry.name} does not only turn queries and keys by their positions,"
             " which alone a state can have; take rotary, or a change of its frequencies such as"
             " p_rope or yarn"
         )
-    return None
+    return position

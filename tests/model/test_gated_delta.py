@@ -12,7 +12,13 @@ from megatron.errors import UserError
 from megatron.evaluation.attention_probes import attention_by_distance
 from megatron.model import GPT, Architecture, Cache, from_config
 from megatron.model.documents import Documents
-from megatron.model.gated_delta import GatedDelta, KimiDelta, LayerInputs, gated_delta_rule
+from megatron.model.gated_delta import (
+    GatedDelta,
+    KimiDelta,
+    LayerInputs,
+    PositionAtPlaces,
+    gated_delta_rule,
+)
 from megatron.model.settings import initialize
 from megatron.model.size import PER_STATE, attention_flops, parameters
 from megatron.positions import Shape, build
@@ -140,7 +146,7 @@ def test_turned_queries_and_keys_give_the_numbers_and_gradients_of_the_recurrenc
 
     shape = Shape(key_heads, key_dim, 32, 48)
     rotary = build("rotary", shape, base=50, rotary_pct=2 / 3).double()
-    result = layer(x, LayerInputs(linear_position=rotary, places=rotary.indices(start, length)))
+    result = layer(x, LayerInputs(turn=PositionAtPlaces(rotary, rotary.indices(start, length))))
     torch.testing.assert_close(result, expected, rtol=0, atol=1e-10)
     assert (result - layer(x, LayerInputs())).abs().max() > 1e-2
     weight, inputs = torch.randn_like(result), [x, *layer.parameters()]
