@@ -133,7 +133,7 @@ def import_checkpoint(
     if quantization:
         facts[QUANTIZATION] = quantization
         notes.append(
-            f"weights were rounded to {quantization} before: rows and labels say so, and numbers"
+            f"weights were rounded to {quantization} before: rows and tables say so, and numbers"
             " are not those of the full model"
         )
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}

@@ -149,15 +149,16 @@ def labels_of(
     axes: of sweeps, by default `axes_of` these rows. They follow the measured keys.
     names: what labels begin with, by default the encoding
 
-    An unusual value of how a row was evaluated is named wherever rows differ in it, whatever the
-    encoding; an unusual kind of layers, gate or optimizer always. An unknown value adds no word.
+    What all rows share is named by `table.setting`. Where rows differ in how they were evaluated,
+    or in the kind of layers, gate, softmax or optimizer, the unusual value is named whatever the
+    encoding. An unknown value adds no word.
     """
     labels = [*names] if names else [encoding_of(row) for row in rows]
     axes = axes_of(rows) if axes is None else axes
     for key in sorted((*keys, *axes), key=lambda key: (key in BOOKKEEPING, key not in keys)):
         values = [value_of(row, key) for row in rows]
         words = [plain(value) for value in values]
-        if len({*words}) == 1 and key not in SHOWN_IF_SET:
+        if len({*words}) == 1:
             continue
         words_of: dict[str, set[str]] = {}
         for label, word in zip(labels, words, strict=True):

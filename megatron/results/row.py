@@ -175,8 +175,8 @@ DEFAULTS.pop("dtype")
 # The one list of what makes measurements different, beside the encoding and the length, which have
 # a place of their own in tables. Labels keep its order: what was measured stands first, the axes of
 # sweeps and bookkeeping last. EXPLAINS: words for what the hash of a configuration contains.
-# SHOWN_IF_SET: what a row has only where the model differs from the default, so that labels and the
-# table of models always name it.
+# SHOWN_IF_SET: what a row has only where the model differs from the default. It stands beside the
+# text where all rows share it, else in labels, and has a column in the table of models.
 SHOWN_IF_SET = (
     *("layer_kinds", "linear_pos_emb", "attention_gate", "softmax_type", "xsa", "canon"),
     *("optimizer_type", "quantization"),

@@ -16,6 +16,7 @@ from megatron.results.row import (
     PIECES,
     PROTOCOL_OPTIONS,
     SETTING,
+    SHOWN_IF_SET,
     TASK,
     USUAL,
     VARIANT,
@@ -376,7 +377,7 @@ def setting(rows: Sequence[Row]) -> str:
         shared = len({identity(row, [key]) for row in rows}) == 1
         if shared and value is not None and (key, value) != ("start", 0):
             facts.append(f"{key} {plain(value)}")
-    return ", ".join([*filter(None, facts), *variant_of(rows)])
+    return ", ".join([*filter(None, facts), *variant_of(rows, (*VARIANT, *SHOWN_IF_SET))])
 
 
 def from_to(first: object, last: object) -> str:
@@ -385,7 +386,7 @@ def from_to(first: object, last: object) -> str:
 
 
 def variant_of(rows: Sequence[Row], keys: Iterable[str] = VARIANT) -> list[str]:
-    """How all rows were evaluated, where that is unusual, such as "window 512".
+    """How all rows were evaluated, or their models built, where it is unusual: "window 512".
 
     Labels contain only what differs between rows.
     """
@@ -393,6 +394,6 @@ def variant_of(rows: Sequence[Row], keys: Iterable[str] = VARIANT) -> list[str]:
     for key in keys:
         values = {value_of(row, key) for row in rows}
         value = values.pop()
-        if not values and value not in (None, USUAL[key]):
+        if not values and value not in (None, USUAL.get(key)):
             changes.append(f"{key} {plain(value)}")
     return changes
