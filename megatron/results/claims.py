@@ -31,6 +31,7 @@ from megatron.results.row import (
 )
 from megatron.results.statistics import (
     Estimate,
+    corrected_for,
     holm,
     mean_over_seeds,
     values_needed,
@@ -479,8 +480,7 @@ def table_of(verdicts: Sequence[Verdict], source: str) -> Table:
         ]
         body.append(line)
     notes += [
-        f"p: two-sided, with Holm's correction for {tests} comparisons; below {ALPHA:g} one is"
-        " decided",
+        f"p: two-sided{corrected_for(tests)}; below {ALPHA:g} one is decided",
         "effect: first minus second at the length that decides; the interval is not corrected",
         "would decide: a sample that decides with a power of 80 %, were the effect the one seen",
         f"* fewer than {SEEDS} common seeds: about these weights on this text, not the encodings",

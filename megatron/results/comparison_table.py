@@ -8,7 +8,7 @@ from megatron.errors import UserError
 from megatron.results.comparison import ABOUT, ALPHA, BETTER, SEEDS, WORSE, Comparison, compared
 from megatron.results.labels import kinds
 from megatron.results.row import Row, value_of, with_facts
-from megatron.results.statistics import perplexity_of
+from megatron.results.statistics import corrected_for, perplexity_of
 from megatron.results.table import Table, bits, cell, from_to, with_spread
 
 FEW = 20  # windows, below which an interval over windows covers less than 95 %
@@ -183,7 +183,7 @@ def how_made(comparisons: Sequence[Comparison]) -> list[str]:
         lines += [
             f"over seeds: differences of the same seeds ({counts}), Student's t over seeds"
             f" (from {SEEDS} common seeds on)",
-            f"p: two-sided, Holm's correction for {tests} comparisons; {ALPHA:g} is significant",
+            f"p: two-sided{corrected_for(tests)}; {ALPHA:g} is significant",
             f"{WORSE} {claims[0].reference} is significantly better, {BETTER} significantly worse;"
             " ± std over seeds",
         ]

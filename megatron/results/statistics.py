@@ -186,6 +186,11 @@ def holm(p_values: ArrayLike) -> list[float]:
     return adjusted[order.argsort()].tolist()
 
 
+def corrected_for(tests: int) -> str:
+    """How a note about p ends where `holm` changed it."""
+    return f", with Holm's correction for {tests} comparisons" if tests > 1 else ""
+
+
 @lru_cache(maxsize=256)
 def t_quantile(probability: float, df: int) -> float:
     """The t with P(T < t) = probability, of Student's t."""
