@@ -19,7 +19,7 @@ EXPECTED = {  # pydantic's kind of error -> what the key takes
     "int_from_float": "a whole number",
     "float_type": "a number",
     "bool_type": "true or false",
-    "string_type": "a text; put it in quotes",
+    "string_type": "a text in quotes",
     "dict_type": "a mapping such as {{key: value}}",
     "model_type": "a mapping such as {{key: value}}",
     "tuple_type": "a list",
@@ -33,6 +33,7 @@ EXPECTED = {  # pydantic's kind of error -> what the key takes
     "too_short": "a list of at least {min_length}",
     "too_long": "a list of at most {max_length}",
 }
+BRANCHES = {"str", "bool"}  # pydantic's labels of a union's branches, with those that have a [
 LONGEST_VALUE = 80  # characters of a value or a word that a message repeats
 LONGEST_LINE = 1500  # characters of one fault: several long paths fit
 MOST_LINES = 25  # faults in one message
@@ -94,8 +95,9 @@ def lines(error: ValidationError, names: Sequence[str]) -> list[tuple[str, str, 
     """
     by_key: dict[str, list[Any]] = {}
     for detail in error.errors(include_url=False):
-        # Without places in a list, and without labels of a union's branches, as literal['a'].
+        # Without places in a list, and without a union's branches, such as bool or literal['a'].
         parts = [part for part in detail["loc"] if isinstance(part, str) and "[" not in part]
+        parts = [part for part in parts if part not in BRANCHES]
         by_key.setdefault(".".join(parts), []).append(detail)
     faults = []
     for key, details in by_key.items():
