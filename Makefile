@@ -148,11 +148,11 @@ results-pretrained: $(SMOLLM2) $(POLICY)
 	test -f $(SWEEP)/model/latest || $(PY) tools/import_checkpoint.py $(SMOLLM2) -o $(SWEEP)/model
 	test -f data/pretrained/policy/policy_text_document.idx || $(PY) prepare_data.py --input $(POLICY) --name policy $(SMOLLM2_TOKENS)
 	test -f data/pretrained/environment/environment_text_document.idx || $(PY) prepare_data.py environment $(SMOLLM2_TOKENS)
-	for text in environment "policy split=0,1,0"; do \
-		set -- $$text; \
+	for text in environment "policy split=0,1,0 --dtype bf16"; do \
+		set -- $$text; name=$$1; shift; \
 		printf '%s\n' $(METHODS) | OMP_NUM_THREADS=1 xargs -P 2 -L 1 $(PY) evaluate.py --checkpoint $(SWEEP)/model \
-			data_path=data/pretrained/$$1/$$1_text_document $$2 eval_tokens=32768 \
-			--protocol tail --tail 4096 --lengths 4096 8192 16384 || exit; \
+			data_path=data/pretrained/$$name/$${name}_text_document eval_tokens=32768 \
+			"$$@" --protocol tail --tail 4096 --lengths 4096 8192 16384 || exit; \
 	done
 	$(PY) tools/report.py -o $(SWEEP)/report.html --plots $(SWEEP)/plots $(SWEEP)/model/evaluation/*.jsonl
 
