@@ -134,7 +134,7 @@ def test_logits_and_gradients_are_those_of_our_import(name):
             assert parameter.grad is None
         else:
             difference = (parameter.grad - gradients[key]).abs().max()
-            assert difference <= 1e-5 * largest, key
+            assert difference <= 2e-5 * largest, key  # 1.1e-5 with AVX-512
     assert largest > 0 or not learned
 
 
