@@ -151,9 +151,11 @@ def labels_of(
 
     What all rows share is named by `table.setting`. Where rows differ in how they were evaluated,
     or in the kind of layers, gate, softmax or optimizer, the unusual value is named whatever the
-    encoding. An unknown value adds no word.
+    encoding; of usual values one, where nothing else distinguishes a row from others of its name.
+    An unknown value adds no word.
     """
-    labels = [*names] if names else [encoding_of(row) for row in rows]
+    names = names or [encoding_of(row) for row in rows]
+    labels, short, usual = [*names], [*names], [""] * len(rows)
     axes = axes_of(rows) if axes is None else axes
     for key in sorted((*keys, *axes), key=lambda key: (key in BOOKKEEPING, key not in keys)):
         values = [value_of(row, key) for row in rows]
@@ -164,10 +166,19 @@ def labels_of(
         for label, word in zip(labels, words, strict=True):
             words_of.setdefault(label, set()).add(word)
         for number, value in enumerate(values):
-            unusual = key in SHOWN_IF_SET or (key in VARIANT and value != USUAL.get(key))
+            is_usual = key in VARIANT and value == USUAL.get(key)
+            unusual = key in SHOWN_IF_SET or (key in VARIANT and not is_usual)
             if value is not None and (unusual or len(words_of[labels[number]]) > 1):
-                labels[number] += f", {key} {words[number]}"
-    return labels
+                word = f", {key} {words[number]}"
+                labels[number] += word
+                if is_usual:
+                    usual[number] = word
+                else:
+                    short[number] += word
+    for number, name in enumerate(names):
+        if short[number] == name:
+            short[number] += usual[number]
+    return short if len({*short}) == len({*labels}) else labels
 
 
 def select(against: str, kinds: Mapping[str, Sequence[Question]]) -> str:

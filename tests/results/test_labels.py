@@ -43,6 +43,18 @@ def test_unusual_layers_gates_and_optimizers_are_named():
     assert setting([hybrid]).endswith(both)
 
 
+def test_of_usual_values_one_is_named_where_nothing_else_is():
+    changes = [{}, {"method": "yarn,factor=2"}, {"window": 512}, {"logn_scale": True}]
+    every = {"method": "pi,factor=2", "window": 512, "logn_scale": True}
+    assert list(runs([row_at_512(**change) for change in [*changes, every]])) == [
+        "rotary, method none",
+        "rotary, method yarn,factor=2",
+        "rotary, window 512",
+        "rotary, logn_scale on",
+        "rotary, window 512, logn_scale on, method pi,factor=2",
+    ]
+
+
 def test_a_sweep_gives_its_encodings_their_names():
     half = row_at_512(pos_emb_args={"fraction": 0.5}, cell={"encoding": "p_rope"})
     layers = row_at_512("rotary, none", window="8,none", cell={"encoding": "rnope_swa"})

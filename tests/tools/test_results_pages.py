@@ -2,6 +2,7 @@
 
 import glob
 import re
+import shlex
 import statistics
 from collections import defaultdict
 from itertools import product
@@ -23,7 +24,7 @@ def rewritten(page, output, capsys):
 
     def with_output(match):
         tool, line = match.groups()
-        words = [path for word in line.split() for path in sorted(glob.glob(word)) or [word]]
+        words = [path for word in shlex.split(line) for path in sorted(glob.glob(word)) or [word]]
         if tool in ("claims", "compare"):
             main = claims.main if tool == "claims" else compare.main
             output.unlink(missing_ok=True)
