@@ -96,3 +96,16 @@ def test_the_table_of_tasks_has_the_numbers_of_its_rows():
         for row in rows
     ]
     assert sorted(shown) == sorted(expected)
+
+
+def test_the_table_of_steps_has_the_perplexities_of_its_rows():
+    folder = ROOT / "docs/results"
+    section = (folder / "pretrained.md").read_text(encoding="utf-8").split("\n## Another enc")[1]
+    cells = defaultdict(dict)
+    for row in read_rows([folder / "pretrained/training.jsonl"]):
+        cells[row["step"]][row["cell"]["encoding"]] = f"{row['perplexity']:.4g}"
+    encodings = list(cells[25])
+    lines = [f"| step | {' | '.join(encodings)} |", "| ---: |" + " ---: |" * len(encodings)]
+    for step, values in sorted(cells.items()):
+        lines.append(f"| {step} | {' | '.join(values[name] for name in encodings)} |")
+    assert "\n".join(lines) in section
