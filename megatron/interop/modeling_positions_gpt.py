@@ -48,20 +48,24 @@ class PositionsGPTConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
 
-def build_positions(config: PositionsGPTConfig) -> list[Any]:
-    """The encodings with first values, in float32 on the CPU; last that of layers with a state.
+def build_position(config: PositionsGPTConfig, index: int) -> Any:
+    """One of the encodings, with first values, in float32 on the CPU.
+
+    index: the one behind all is that of layers with a state, or None
 
     transformers builds models without memory and in the model's dtype. An encoding computes its
     fixed numbers when it is built, and needs both.
     """
     model = Architecture(**(config.architecture or {}))
+    encodings = config.encodings or []
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
         with torch.device("cpu"):
-            entries = [entry.items() for entry in config.encodings or []]
-            encodings = [build(name, shape_of(model), **options) for [(name, options)] in entries]
-            return [*encodings, build_linear(model)]
+            if index < len(encodings):
+                [(name, options)] = encodings[index].items()
+                return build(name, shape_of(model), **options)
+            return build_linear(model)
     finally:
         torch.set_default_dtype(dtype)
 
@@ -121,13 +125,13 @@ class PositionsGPTForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: PositionsGPTConfig) -> None:
         super().__init__(config)
-        *positions, linear_position = build_positions(config)
+        count = len(config.encodings or [])
         self.gpt = GPT(
             Architecture(**(config.architecture or {})),
             AttentionSettings(**(config.attention_settings or {})),
-            positions=positions,
+            positions=[build_position(config, index) for index in range(count)],
             position_of_layer=config.encoding_of_layer,
-            linear_position=linear_position,
+            linear_position=build_position(config, count),
             vocab=config.vocab_size,
         )
         self.post_init()
@@ -223,7 +227,7 @@ class PositionsGPTForCausalLM(PreTrainedModel, GenerationMixin):
             for path, part in position.named_modules():
                 if part is not module:
                     continue
-                fresh = build_positions(self.config)[index].get_submodule(path)
+                fresh = build_position(self.config, index).get_submodule(path)
                 for name, value in fresh.named_parameters(recurse=False):
                     initialization.copy_(module.get_parameter(name), value)
                 for name, value in fresh.named_buffers(recurse=False):

@@ -113,7 +113,8 @@ def test_kerple_is_its_formula_as_a_mask_of_their_eager_attention(case):
 @every_signature
 def test_logits_and_gradients_are_those_of_our_import(name):
     model, ids = changed("llama", name), random_ids(150)
-    ours = our_import(model)
+    ours = our_import(model).double()  # sums of many terms: a processor's order must not decide
+    model.double()
     torch.manual_seed(2)  # for encodings that draw positions
     logits = model(ids).logits
     torch.manual_seed(2)
@@ -134,7 +135,7 @@ def test_logits_and_gradients_are_those_of_our_import(name):
             assert parameter.grad is None
         else:
             difference = (parameter.grad - gradients[key]).abs().max()
-            assert difference <= 2e-5 * largest, key  # 1.1e-5 with AVX-512
+            assert difference <= 1e-5 * largest, key
     assert largest > 0 or not learned
 
 

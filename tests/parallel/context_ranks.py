@@ -99,12 +99,12 @@ def compare_models(grid, results: dict) -> None:
         except UserError as fault:
             results["refused"][case] = str(fault)
             continue
-        alone = model_of(words)
+        alone = model_of(words).double()
         # A mean over the text: parts have as many targets each.
         loss = alone(ids[:, :-1], ids[:, 1:], mean=True)
         loss.backward()
         for kind, context in contexts.items():
-            shared = model_of(words)
+            shared = model_of(words).double()
             shared.context = context
             own_loss = shared(ids[:, :-1], ids[:, 1:], mean=True)
             own_loss.backward()
