@@ -3,6 +3,7 @@
 python tools/probe.py --checkpoint runs/mep [--step 2000] [--lengths 512 1024] [--probes copy]
 python tools/probe.py --checkpoint runs/mep eval_part=test --output probes.jsonl
 python tools/probe.py --checkpoint runs/mep --probes ruler --lengths 512 1024 2048 4096 8192 16384
+python tools/probe.py --checkpoint runs/rotary --probes passkey --method none yarn,factor=4
 """
 
 import argparse
@@ -14,6 +15,7 @@ from megatron.entry import run
 from megatron.evaluation.options import add_checkpoint, number
 from megatron.evaluation.probe_checkpoint import ProbeOptions, probe
 from megatron.results.probes import GROUPS, PROBES, RULER, ProbeRow
+from megatron.results.row import ATTENTION_INPUTS
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -40,9 +42,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def main(config: Config | None, arguments: argparse.Namespace) -> None:
     """Ask the probes, and print each answer."""
-    output = probe(config, ProbeOptions.of(arguments), report=show)
+    files = probe(config, ProbeOptions.of(arguments), report=show)
     print("\naccuracies of 0 are expected of small models and short trainings")
-    print(f"written to {output}")
+    print(f"written to {', '.join(map(str, files))}")
 
 
 def show(rows: Sequence[ProbeRow]) -> None:
@@ -59,8 +61,9 @@ def show(rows: Sequence[ProbeRow]) -> None:
         if first.get("guess") is not None:
             guesses = " ".join(f"{row.get('guess'):.3f}" for row in rows)
             summary = f"{summary} (guess rates {guesses})"
-    seconds = first.get("seconds", 0.0)
-    print(f"{first['probe']} at {first['length']}: {summary}   ({seconds:.1f} s)", flush=True)
+    settings = [f", {key} {value}" for key in ATTENTION_INPUTS if (value := first.get(key))]
+    place = f"{first['probe']} at {first['length']}{''.join(settings)}"
+    print(f"{place}: {summary}   ({first.get('seconds', 0.0):.1f} s)", flush=True)
 
 
 def command() -> NoReturn:

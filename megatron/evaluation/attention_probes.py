@@ -32,9 +32,14 @@ def attention_by_distance(model: GPT, windows: Sequence[np.ndarray]) -> tuple[Te
     windows: [length + 1] tokens each
     -> of the layers that have attention: entropy [layers, heads] in nats;
        mass [layers, bins], the probability by distance, a mean over heads; each layer sums to 1
-    Raises UserError for a long window if the encoding needs the whole matrix of scores.
+    Raises UserError for a long window if the encoding needs the whole matrix of scores, and for
+    methods that attend to near and far keys apart.
     """
     length = len(windows[0]) - 1
+    if any(plan.method for plan in model.plans.values()):
+        raise UserError(
+            "attention by distance is not measured with sinks or a method that moves keys"
+        )
     if model.looks_at_scores and length > LONGEST:
         raise UserError(
             f"attention of an encoding that looks at content is measured up to length {LONGEST}"

@@ -32,7 +32,14 @@ from megatron.evaluation.loaded_run import (
     on_text,
 )
 from megatron.evaluation.methods import MeasuredAttention, faults_of, method_of
-from megatron.evaluation.options import DTYPES, VARIED, Options, options_of_words, words_of
+from megatron.evaluation.options import (
+    DTYPES,
+    VARIED,
+    CheckpointOptions,
+    Options,
+    options_of_words,
+    words_of,
+)
 from megatron.evaluation.perplexity import key_tokens, measured
 from megatron.files import check_output
 from megatron.folder_lock import owned_file
@@ -334,7 +341,7 @@ def check_options(config: Config, options: Options) -> None:
 
 def variants(
     attention: MeasuredAttention,
-    options: Options,
+    options: CheckpointOptions,
     positions: Sequence[Position],
     train_length: int,
 ) -> list[MeasuredAttention]:

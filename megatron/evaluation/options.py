@@ -34,17 +34,27 @@ class CheckpointOptions:
     step: which checkpoint of the run; None for the latest
     lengths: tokens of a window; empty for eval_lengths of the configuration
     output: file of JSON lines; None for a name in the run's folder that says what is measured
+    attention_values: values of the settings in VARIED, each on the same weights; of others it is
+        the configuration's
+    two_by_two: the variants that tell untrained distances from untrained numbers of keys, in place
+        of values of these settings
+    dtype: of the model's matrices, a name in DTYPES
     """
 
     checkpoint: str | None = None
     step: int | None = None
     lengths: Sequence[int] = ()
     output: Path | None = None
+    attention_values: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    two_by_two: bool = False
+    dtype: str = "fp32"
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Self:
         """The words of a command line."""
-        return cls(**{option.name: getattr(arguments, option.name) for option in fields(cls)})
+        words = vars(arguments)
+        words = {**words, "attention_values": {name: words[name] for name in VARIED if words[name]}}
+        return cls(**{option.name: words[option.name] for option in fields(cls)})
 
 
 @dataclass(frozen=True)
@@ -53,31 +63,18 @@ class Options(CheckpointOptions):
 
     protocol: names in PROTOCOLS; empty for equal_tokens
     protocol_options: options of single protocols, by their names in megatron.protocols.OPTIONS
-    attention_values: values of the settings in VARIED, each on the same weights; of others it is
-        the configuration's
     keep_losses: scored targets, at most, whose own losses a row has too
-    two_by_two: the variants that tell untrained distances from untrained numbers of keys, in place
-        of values of these settings
-    dtype: of the model's matrices, a name in DTYPES
     """
 
     protocol: Sequence[str] = ()
     protocol_options: Mapping[str, Any] = field(default_factory=dict)
-    attention_values: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    two_by_two: bool = False
     keep_losses: int = 0
-    dtype: str = "fp32"
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Self:
         words = vars(arguments)
         protocol_options = {name: words[name] for name in OPTIONS if words[name] is not None}
-        attention_values = {name: words[name] for name in VARIED if words[name]}
-        return super().of(
-            argparse.Namespace(
-                **words, protocol_options=protocol_options, attention_values=attention_values
-            )
-        )
+        return super().of(argparse.Namespace(**words, protocol_options=protocol_options))
 
     def protocols(self, usual: str) -> dict[str, Protocol]:
         """The protocols by their names; usual: where none is named.
@@ -118,16 +115,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         elif option.usual:
             kind, metavar = "path", "DIR"
         add("--" + name.replace("_", "-"), type=kind, metavar=metavar, help=option.help)
-    add_attention(parser, nargs="+", action="extend", default=[])
     keep = "losses of the first N targets in each row: which gain by context; default: none"
     add("--keep-losses", type=number(0, MOST_KEPT), default=0, metavar="N", help=keep)
-    two_by_two = (
-        "with distances clipped or not, and numbers of keys scaled or not: which of the two breaks"
-        " long texts (docs/longer_texts.md)"
-    )
-    add("--two-by-two", action="store_true", help=two_by_two)
-    dtype = "of the model; tables stay float32"
-    add("--dtype", choices=tuple(DTYPES), default=Options.dtype, help=dtype)
 
 
 def add_attention(parser: argparse.ArgumentParser, **how: Any) -> None:
@@ -150,7 +139,7 @@ def add_attention(parser: argparse.ArgumentParser, **how: Any) -> None:
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    """Which checkpoint, at which lengths, and where the rows go."""
+    """Which checkpoint, at which lengths, where the rows go, and in which variants."""
     add = parser.add_argument
     folder = "folder of a run or of one checkpoint; default: load, else save"
     add("--checkpoint", type="path", metavar="DIR", help=folder)
@@ -160,6 +149,14 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     kind = number(*TOKENS)
     add("--lengths", type=kind, nargs="+", default=(), metavar="L", help=lengths)
     add("-o", "--output", type=Path, metavar="FILE", help="file for the rows, JSON lines")
+    add_attention(parser, nargs="+", action="extend", default=[])
+    two_by_two = (
+        "with distances clipped or not, and numbers of keys scaled or not: which of the two breaks"
+        " long texts (docs/longer_texts.md)"
+    )
+    add("--two-by-two", action="store_true", help=two_by_two)
+    dtype = "of the model; tables stay float32"
+    add("--dtype", choices=tuple(DTYPES), default=CheckpointOptions.dtype, help=dtype)
 
 
 class _Words(CommandParser):

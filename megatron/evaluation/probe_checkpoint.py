@@ -7,7 +7,9 @@ change its output, and attention how far back it looks (attention_probes.py).
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import cast
 
@@ -26,9 +28,10 @@ from megatron.evaluation.attention_probes import (
     receptive_field,
     sampled,
 )
+from megatron.evaluation.evaluate_checkpoint import variants
 from megatron.evaluation.loaded_run import loaded_run
 from megatron.evaluation.methods import MeasuredAttention
-from megatron.evaluation.options import CheckpointOptions
+from megatron.evaluation.options import DTYPES, CheckpointOptions
 from megatron.evaluation.probe_tasks import NO_TOKEN, TASKS, Material
 from megatron.files import check_output
 from megatron.folder_lock import owned_file
@@ -77,11 +80,11 @@ def probe(
     config: Config | None,
     options: ProbeOptions,
     report: Callable[[list[ProbeRow]], None] = lambda rows: None,
-) -> Path:
-    """Ask the probes, and write their rows as soon as they are known.
+) -> list[Path]:
+    """Ask the probes of each variant of attention, and write rows as soon as they are known.
 
     report: called with the rows of each probe and length
-    -> the file
+    -> the files, one for each variant or the one of `output`
     Raises UserError, before anything is computed, for what cannot be asked or written.
     """
     run = loaded_run(config, options.checkpoint, options.step)
@@ -107,20 +110,29 @@ def probe(
         )
     run.check_known_tokens([text])
 
-    attention = MeasuredAttention.of(config.attention).of_one_document()
-    output = options.output or run.default_output(tokens, attention, ["probes"])
+    positions = [placed.position for placed in model.placed]
+    trained = MeasuredAttention.of(config.attention).of_one_document()
+    attentions = variants(trained, options, positions, model.train_length)
+    words = ["probes"] if options.dtype == "fp32" else ["probes", options.dtype]
+    file_of: dict[MeasuredAttention, Path] = {}
+    for attention in attentions:
+        output = options.output or run.default_output(tokens, attention, words)
+        check_output(output, LINES)
+        file_of[attention] = output
+    files = list(dict.fromkeys(file_of.values()))
     device = device_alone()
-    model.to(device)
-    model.use_attention(attention)
-    facts = run.facts(attention) | run.facts_of_text("probes", tokens)
+    model.to(device, DTYPES[options.dtype])
     names: list[str] = []
     for name in options.probes:
         names += GROUPS.get(name, (name,))
 
-    check_output(output, LINES)
-    with owned_file(output, "--output"):
-        existing_probes(output)  # before anything is asked
-        for length in lengths:
+    with ExitStack() as owned:
+        for output in files:
+            owned.enter_context(owned_file(output, "--output"))
+            existing_probes(output)  # before anything is asked
+        for (attention, output), length in product(file_of.items(), lengths):
+            model.use_attention(attention)
+            facts = run.facts(attention) | run.facts_of_text("probes", tokens)
             last = min(len(text) - length, options.trials * length)
             windows = [text[start : start + length + 1] for start in range(0, last, length)]
             for name in dict.fromkeys(names):
@@ -135,7 +147,7 @@ def probe(
                 rows = [cast(ProbeRow, shared | answer) for answer in answers]
                 write_probes(output, rows)
                 report(rows)
-    return output
+    return files
 
 
 def of_windows(model: GPT, name: str, windows: Sequence[np.ndarray]) -> Facts:

@@ -82,3 +82,30 @@ def test_weights_that_overflow_are_one_message(corpus, tmp_path):
         assert done.returncode == 1
         assert re.fullmatch(r".*: a number of the model is not finite .*\n", done.stderr)
     assert list(tmp_path.rglob("*.jsonl")) == []
+
+
+def test_methods_are_asked_with_the_same_weights(corpus, tmp_path):
+    folder = make_checkpoint(tmp_path, corpus, "pos_emb=rotary")
+    near = "self_extend,window=64,group=2"  # changes nothing within 64 tokens
+    words = ("--method", "none", near, "yarn,factor=4", "--lengths", 64, "--depths", 2)
+    done = probe(folder, *words, "--trials", 1, "--probes", "copy", "attention")
+    assert done.returncode == 0, done.stderr
+    rows_of = {}
+    for path in (folder / "evaluation").iterdir():
+        for row in read_probes([path]):
+            rows_of.setdefault(row.get("method", "none").partition(",")[0], []).append(row)
+    plain, extended, scaled = (rows_of[name] for name in ("none", "self_extend", "yarn"))
+    for row, same, other in zip(plain[:2], extended[:2], scaled[:2], strict=True):
+        assert row["log_probability"] == pytest.approx(same["log_probability"], abs=1e-6)
+        assert row["log_probability"] != other["log_probability"]
+    assert "method that moves keys" in extended[2]["reason"]
+    assert plain[2]["mass"] != scaled[2]["mass"]
+    assert f"copy at 64, method {near}: " in done.stdout
+
+    output = tmp_path / "all.jsonl"
+    more = ("-o", output, "--dtype", "bf16", "--probes", "copy", "--trials", 1)
+    assert probe(folder, *words, *more).returncode == 0
+    rows = read_probes([output])
+    assert [row["dtype"] for row in rows] == ["bfloat16"] * 6
+    for row, exact in zip(rows, [*plain[:2], *extended[:2], *scaled[:2]], strict=True):
+        assert row["log_probability"] == pytest.approx(exact["log_probability"], rel=0.02)
