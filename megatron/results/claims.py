@@ -459,7 +459,7 @@ def table_of(verdicts: Sequence[Verdict], source: str) -> Table:
                     difference *= (example.get("bits_per_byte") or math.nan) / (
                         example["loss"] or math.nan
                     )
-                words.append(f"{difference:+.4f}")
+                words.append(f"{difference:+z.4f}")
         if unit != "seeds":
             line[2] += "*"
         if claim.quantity in ACCURACIES:

@@ -45,7 +45,7 @@ def _table(pairs: Sequence[Comparison], bits_per_byte: bool) -> Table:
             "encoding": pair.encoding,
             "seeds": str(len(set(pair.seeds))),
             "perplexity": with_spread(f"{pair.mark}{cell(pair.perplexity)}", pair.std),
-            f"loss - {pair.reference}": f"{difference.mean:+.4f}" if difference else "",
+            f"loss - {pair.reference}": f"{difference.mean:+z.4f}" if difference else "",
             "bits per byte": bits(pair.bits_per_byte),
             **dict.fromkeys(HEADINGS.values(), ""),
             "ratio [95 %]": _ratio(difference.mean) if difference else "",
@@ -53,7 +53,7 @@ def _table(pairs: Sequence[Comparison], bits_per_byte: bool) -> Table:
             "n_eff": "",
         }
         if pair.interval:
-            line[HEADINGS[pair.is_claim]] = "[{:+.4f}, {:+.4f}]".format(*pair.interval)
+            line[HEADINGS[pair.is_claim]] = "[{:+z.4f}, {:+z.4f}]".format(*pair.interval)
             line["ratio [95 %]"] += " [{}, {}]".format(*map(_ratio, pair.interval))
         if pair.p is not None:
             line["p"] = f"{pair.p:.4f}" if pair.p >= 1e-4 else "<0.0001"
@@ -65,7 +65,7 @@ def _table(pairs: Sequence[Comparison], bits_per_byte: bool) -> Table:
             note = f"differs from {pair.reference} in more than the encoding"
             notes.append(f"{pair.encoding}: {note}: {pair.other_differences}")
         if 1 < len(pair.by_seed) < SEEDS or pair.seeds_disagree:
-            losses = [f"{loss:+.4f} (seed {seed})" for seed, loss in pair.by_seed.items()]
+            losses = [f"{loss:+z.4f} (seed {seed})" for seed, loss in pair.by_seed.items()]
             disagree = "; seeds disagree in sign" if pair.seeds_disagree else ""
             notes.append(f"{pair.encoding} by seed: {', '.join(losses)}{disagree}")
 
@@ -126,9 +126,9 @@ def two_by_two(rows: Sequence[Row], title: str = "") -> Table | None:
             for pair in compared(by_repair, AS_TRAINED):
                 text = cell(pair.perplexity)
                 if pair.encoding != AS_TRAINED:
-                    text = f"{pair.difference.mean:+.4f}" if pair.difference else "n/a"
+                    text = f"{pair.difference.mean:+z.4f}" if pair.difference else "n/a"
                 if pair.interval:
-                    text += " [{:+.4f}, {:+.4f}]".format(*pair.interval)
+                    text += " [{:+z.4f}, {:+z.4f}]".format(*pair.interval)
                     interval_kinds.add(ABOUT[pair.is_claim])
                 line = lines_of.setdefault(pair.length, dict.fromkeys(REPAIRS, ""))
                 line[pair.encoding] = text

@@ -71,9 +71,9 @@ def table_of_gains(rows: Sequence[Row]) -> Table | None:
         for gain in gains_of(members):
             context = f"{gain.short['length']} to {gain.long['length']}"
             mean = gain.over_windows(gain.gains)
-            text = f"{mean.mean:+.4f}"
+            text = f"{mean.mean:+z.4f}"
             if interval := mean.interval():
-                text = "{} [{:+.4f}, {:+.4f}]".format(text, *interval)
+                text = "{} [{:+z.4f}, {:+z.4f}]".format(text, *interval)
             line = [label, context, f"{len(gain.gains):,}", text]
             for least in THRESHOLDS:
                 for sign in (1, -1):
