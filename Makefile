@@ -85,7 +85,7 @@ faults: $(INSTALLED)
 #   make results PART=growth    three encodings whose windows grow in seven ways: about fifteen hours of one core, estimated
 #   make results PART=sinks     rotary and ALiBi with windows and learned sinks: three and a half hours of one core
 #   make results PART=documents   hybrids with documents apart or not: about eight hours of one core, estimated
-#   make results PART=pretrained   methods for longer texts on SmolLM2-135M from PyPI: eleven hours of one core, estimated
+#   make results PART=pretrained   methods for longer texts on SmolLM2-135M from PyPI: twelve hours of one core
 #   make results PART="cpu tasks"
 PART ?= cpu
 SWEEP = runs/sweeps/$(@:results-%=%)
@@ -130,6 +130,16 @@ DEBIAN = https://deb.debian.org/debian/pool/main/d/debian-policy/debian-policy_4
 METHODS = "--method none" "--method yarn,factor=2" "--method dual_chunk" "--method lm_infinite,sinks=4" \
 	"--method pi,factor=2" "--method rerope" "--window 8188 --sinks 4" "--method dynamic_ntk" "--method ntk,factor=2" \
 	"--method self_extend,group=8" "--logn-scale on" "--method string"
+CODE = data_path=data/pretrained/environment/environment_text_document eval_tokens=32768
+MANUAL = data_path=data/pretrained/policy/policy_text_document split=0,1,0 --dtype bf16 eval_tokens=32768
+TAIL = --protocol tail --tail 4096 --lengths 4096 8192 16384
+FAR = $(MANUAL:32768=40960) --protocol tail --tail 8192 --lengths 8192 16384 32768
+FURTHER = "$(FAR) --window 8188 --sinks 4" "$(FAR) --method yarn,factor=4" "$(FAR) --method self_extend,group=8" \
+	"$(MANUAL) --protocol tail gap --tail 2048 --ends 2048 --lengths 8192" \
+	"$(MANUAL) --protocol gap --tail 4096 --ends 4096 --lengths 16384 --method yarn,factor=2 self_extend,group=8" \
+	"$(CODE) --dtype bf16 --protocol longppl --trunc-len 1024 --lengths 8192 --method none yarn,factor=2 ntk,factor=2 \
+	string dual_chunk rerope self_extend,group=8 pi,factor=2"
+EVALUATE = $(PY) evaluate.py --checkpoint $(SWEEP)/model
 SMOLLM2_TOKENS = -d data/pretrained -t HFTokenizer --vocab-file $(SWEEP)/model/tokenizer/tokenizer.json
 
 $(SMOLLM2): | $(INSTALLED)
@@ -148,12 +158,12 @@ results-pretrained: $(SMOLLM2) $(POLICY)
 	test -f $(SWEEP)/model/latest || $(PY) tools/import_checkpoint.py $(SMOLLM2) -o $(SWEEP)/model
 	test -f data/pretrained/policy/policy_text_document.idx || $(PY) prepare_data.py --input $(POLICY) --name policy $(SMOLLM2_TOKENS)
 	test -f data/pretrained/environment/environment_text_document.idx || $(PY) prepare_data.py environment $(SMOLLM2_TOKENS)
-	for text in environment "policy split=0,1,0 --dtype bf16"; do \
-		set -- $$text; name=$$1; shift; \
-		printf '%s\n' $(METHODS) | OMP_NUM_THREADS=1 xargs -P 2 -L 1 $(PY) evaluate.py --checkpoint $(SWEEP)/model \
-			data_path=data/pretrained/$$name/$${name}_text_document eval_tokens=32768 \
-			"$$@" --protocol tail --tail 4096 --lengths 4096 8192 16384 || exit; \
+	for text in "$(CODE)" "$(MANUAL)"; do \
+		printf '%s\n' $(METHODS) | sed "s|^|$$text $(TAIL) |" | OMP_NUM_THREADS=1 xargs -P 2 -L 1 $(EVALUATE) || exit; \
 	done
+	printf '%s\n' $(FURTHER) | OMP_NUM_THREADS=1 xargs -P 2 -L 1 $(EVALUATE)
+	printf '%s\n' "--method none" "--method yarn,factor=2" "--method self_extend,group=8" | OMP_NUM_THREADS=1 xargs -P 2 -L 1 \
+		$(PY) tools/probe.py --checkpoint $(SWEEP)/model $(MANUAL) --probes passkey --lengths 4096 12288 --depths 3 --trials 2
 	$(PY) tools/report.py -o $(SWEEP)/report.html --plots $(SWEEP)/plots $(SWEEP)/model/evaluation/*.jsonl
 
 results-tasks results-abacus: $(INSTALLED)
