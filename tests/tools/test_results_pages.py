@@ -11,6 +11,7 @@ import pytest
 
 from megatron.harness.tasks import existing_rows
 from megatron.results.files import read_rows
+from megatron.results.probes import read_probes
 from tests.support import ROOT
 from tools import claims, compare, show_results
 
@@ -108,4 +109,18 @@ def test_the_table_of_steps_has_the_perplexities_of_its_rows():
     lines = [f"| step | {' | '.join(encodings)} |", "| ---: |" + " ---: |" * len(encodings)]
     for step, values in sorted(cells.items()):
         lines.append(f"| {step} | {' | '.join(values[name] for name in encodings)} |")
+    assert "\n".join(lines) in section
+
+
+def test_the_table_of_passkeys_has_the_accuracies_of_its_rows():
+    folder = ROOT / "docs/results"
+    section = (folder / "pretrained.md").read_text(encoding="utf-8").split("\n## Passkeys\n")[1]
+    cells = defaultdict(list)
+    for row in read_probes([folder / "pretrained/passkey.jsonl"]):
+        method = row.get("method", "none").partition(",")[0]
+        cells[method, row["length"]].append(f"{row['accuracy']:.2f} ({row['log_probability']:.1f})")
+    lines = [
+        f"| {method} | {length} | {' | '.join(shown)} |"
+        for (method, length), shown in cells.items()
+    ]
     assert "\n".join(lines) in section
