@@ -133,7 +133,7 @@ METHODS = "--method none" "--method yarn,factor=2" "--method dual_chunk" "--meth
 CODE = data_path=data/pretrained/environment/environment_text_document eval_tokens=32768
 MANUAL = data_path=data/pretrained/policy/policy_text_document split=0,1,0 --dtype bf16 eval_tokens=32768
 TAIL = --protocol tail --tail 4096 --lengths 4096 8192 16384
-FAR = $(MANUAL:32768=40960) --protocol tail --tail 8192 --lengths 8192 16384 32768
+FAR = $(MANUAL) --protocol tail --tail 8192 --lengths 8192 16384 32768
 FURTHER = "$(FAR) --window 8188 --sinks 4" "$(FAR) --method yarn,factor=4" "$(FAR) --method self_extend,group=8" \
 	"$(MANUAL) --protocol tail gap --tail 2048 --ends 2048 --lengths 8192" \
 	"$(MANUAL) --protocol gap --tail 4096 --ends 4096 --lengths 16384 --method yarn,factor=2 self_extend,group=8" \
@@ -162,8 +162,8 @@ results-pretrained: $(SMOLLM2) $(POLICY)
 		printf '%s\n' $(METHODS) | sed "s|^|$$text $(TAIL) |" | OMP_NUM_THREADS=1 xargs -P 2 -L 1 $(EVALUATE) || exit; \
 	done
 	printf '%s\n' $(FURTHER) | OMP_NUM_THREADS=1 xargs -P 2 -L 1 $(EVALUATE)
-	printf '%s\n' "--method none" "--method yarn,factor=2" "--method self_extend,group=8" | OMP_NUM_THREADS=1 xargs -P 2 -L 1 \
-		$(PY) tools/probe.py --checkpoint $(SWEEP)/model $(MANUAL) --probes passkey --lengths 4096 12288 --depths 3 --trials 2
+	$(PY) tools/probe.py --checkpoint $(SWEEP)/model $(MANUAL) --probes passkey --lengths 4096 12288 --depths 3 --trials 2 \
+		--method none self_extend,group=8
 	$(PY) tools/report.py -o $(SWEEP)/report.html --plots $(SWEEP)/plots $(SWEEP)/model/evaluation/*.jsonl
 
 results-tasks results-abacus: $(INSTALLED)

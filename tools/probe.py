@@ -15,7 +15,7 @@ from megatron.entry import run
 from megatron.evaluation.options import add_checkpoint, number
 from megatron.evaluation.probe_checkpoint import ProbeOptions, probe
 from megatron.results.probes import GROUPS, PROBES, RULER, ProbeRow
-from megatron.results.row import ATTENTION_INPUTS
+from megatron.results.row import ATTENTION_INPUTS, plain
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +61,7 @@ def show(rows: Sequence[ProbeRow]) -> None:
         if first.get("guess") is not None:
             guesses = " ".join(f"{row.get('guess'):.3f}" for row in rows)
             summary = f"{summary} (guess rates {guesses})"
-    settings = [f", {key} {value}" for key in ATTENTION_INPUTS if (value := first.get(key))]
+    settings = [f", {key} {plain(value)}" for key in ATTENTION_INPUTS if (value := first.get(key))]
     place = f"{first['probe']} at {first['length']}{''.join(settings)}"
     print(f"{place}: {summary}   ({first.get('seconds', 0.0):.1f} s)", flush=True)
 

@@ -109,3 +109,18 @@ def test_methods_are_asked_with_the_same_weights(corpus, tmp_path):
     assert [row["dtype"] for row in rows] == ["bfloat16"] * 6
     for row, exact in zip(rows, [*plain[:2], *extended[:2], *scaled[:2]], strict=True):
         assert row["log_probability"] == pytest.approx(exact["log_probability"], rel=0.02)
+
+
+def test_every_probe_is_asked_in_bf16_and_with_a_window_and_sinks(corpus, tmp_path):
+    folder = make_checkpoint(tmp_path, corpus, "pos_emb=rotary")
+    words = ("--dtype", "bf16", "--window", 32, "--sinks", 2, "--logn-scale", "on")
+    done = probe(folder, *WORDS[:2], *WORDS[3:], *words, "--probes", *PROBES)
+    assert done.returncode == 0, done.stderr
+    (path,) = (folder / "evaluation").glob("*-probes-bf16-*.jsonl")
+    for row in read_probes([path]):
+        assert (row["window"], row["sinks"], row["logn_scale"]) == (32, 2, True)
+        assert bool(row.get("reason")) == (row["probe"] == "attention")
+    assert "passkey at 256, window 32, logn_scale on, sinks 2: " in done.stdout
+    refused = probe(folder, "--lengths", 64, "--sinks", 2)
+    assert refused.returncode == 1
+    assert "--sinks 2: without a window all keys are visible; give --window too" in refused.stderr
