@@ -134,7 +134,8 @@ CODE = data_path=data/pretrained/environment/environment_text_document eval_toke
 MANUAL = data_path=data/pretrained/policy/policy_text_document split=0,1,0 --dtype bf16 eval_tokens=32768
 TAIL = --protocol tail --tail 4096 --lengths 4096 8192 16384
 FAR = $(MANUAL) --protocol tail --tail 8192 --lengths 8192 16384 32768
-FURTHER = "$(FAR) --window 8188 --sinks 4" "$(FAR) --method yarn,factor=4" "$(FAR) --method self_extend,group=8" \
+FURTHER = "$(MANUAL) --protocol tail --tail 4096 --lengths 16384 --two-by-two" \
+	"$(FAR) --window 8188 --sinks 4" "$(FAR) --method yarn,factor=4" "$(FAR) --method self_extend,group=8" \
 	"$(MANUAL) --protocol tail gap --tail 2048 --ends 2048 --lengths 8192" \
 	"$(MANUAL) --protocol gap --tail 4096 --ends 4096 --lengths 16384 --method yarn,factor=2 self_extend,group=8" \
 	"$(CODE) --dtype bf16 --protocol longppl --trunc-len 1024 --lengths 8192 --method none yarn,factor=2 ntk,factor=2 \
@@ -162,8 +163,10 @@ results-pretrained: $(SMOLLM2) $(POLICY)
 		printf '%s\n' $(METHODS) | sed "s|^|$$text $(TAIL) |" | OMP_NUM_THREADS=1 xargs -P 2 -L 1 $(EVALUATE) || exit; \
 	done
 	printf '%s\n' $(FURTHER) | OMP_NUM_THREADS=1 xargs -P 2 -L 1 $(EVALUATE)
-	$(PY) tools/probe.py --checkpoint $(SWEEP)/model $(MANUAL) --probes passkey --lengths 4096 12288 --depths 3 --trials 2 \
-		--method none self_extend,group=8
+	for probe in "passkey --trials 2" "recall --trials 4"; do \
+		$(PY) tools/probe.py --checkpoint $(SWEEP)/model $(MANUAL) --probes $$probe --lengths 4096 12288 --depths 3 \
+			--method none self_extend,group=8 yarn,factor=2 || exit; \
+	done
 	$(PY) tools/report.py -o $(SWEEP)/report.html --plots $(SWEEP)/plots $(SWEEP)/model/evaluation/*.jsonl
 
 results-tasks results-abacus: $(INSTALLED)

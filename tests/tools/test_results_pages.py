@@ -112,11 +112,12 @@ def test_the_table_of_steps_has_the_perplexities_of_its_rows():
     assert "\n".join(lines) in section
 
 
-def test_the_table_of_passkeys_has_the_accuracies_of_its_rows():
+@pytest.mark.parametrize("probe", ["passkey", "recall"])
+def test_the_table_of_a_probe_has_the_accuracies_of_its_rows(probe):
     folder = ROOT / "docs/results"
-    section = (folder / "pretrained.md").read_text(encoding="utf-8").split("\n## Passkeys\n")[1]
+    section = (folder / "pretrained.md").read_text(encoding="utf-8").split("\n## Passkeys")[1]
     cells = defaultdict(list)
-    for row in read_probes([folder / "pretrained/passkey.jsonl"]):
+    for row in read_probes([folder / f"pretrained/{probe}.jsonl"]):
         method = row.get("method", "none").partition(",")[0]
         cells[method, row["length"]].append(f"{row['accuracy']:.2f} ({row['log_probability']:.1f})")
     lines = [
