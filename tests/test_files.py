@@ -23,9 +23,8 @@ from megatron.folder_lock import owned_folder
 folder = Path(sys.argv[1])
 with owned_folder(folder, "save"), atomic_write(folder / "big.bin") as temporary:
     temporary.write_text("half")
-    forked = os.fork()
-    if forked:
-        print(forked, flush=True)
+    if not os.fork():
+        print(os.getpid(), flush=True)  # by now it has closed what it has of the lock
     time.sleep(60)
 """
 
