@@ -85,7 +85,7 @@ faults: $(INSTALLED)
 #   make results PART=growth    three encodings whose windows grow in seven ways: five hours of one core, estimated
 #   make results PART=sinks     rotary and ALiBi with windows and learned sinks: three and a half hours of one core
 #   make results PART=documents   hybrids with documents apart or not: three hours of one core
-#   make results PART=pretrained   methods for longer texts on SmolLM2-135M from PyPI: twelve hours of one core
+#   make results PART=pretrained   methods for longer texts on SmolLM2-135M from PyPI: 18 hours of one core
 #   make results PART="cpu tasks"
 PART ?= cpu
 SWEEP = runs/sweeps/$(@:results-%=%)
@@ -134,7 +134,7 @@ CODE = data_path=data/pretrained/environment/environment_text_document eval_toke
 MANUAL = data_path=data/pretrained/policy/policy_text_document split=0,1,0 --dtype bf16 eval_tokens=32768
 TAIL = --protocol tail --tail 4096 --lengths 4096 8192 16384
 FAR = $(MANUAL) --protocol tail --tail 8192 --lengths 8192 16384 32768
-FURTHER = "$(MANUAL) --protocol tail --tail 4096 --lengths 16384 --two-by-two" \
+FURTHER = \
 	"$(FAR) --window 8188 --sinks 4" "$(FAR) --method yarn,factor=4" "$(FAR) --method self_extend,group=8" \
 	"$(MANUAL) --protocol tail gap --tail 2048 --ends 2048 --lengths 8192" \
 	"$(MANUAL) --protocol gap --tail 4096 --ends 4096 --lengths 16384 --method yarn,factor=2 self_extend,group=8" \
@@ -150,7 +150,8 @@ $(SMOLLM2): | $(INSTALLED)
 
 $(POLICY):
 	mkdir -p $(@D)
-	curl -fsSL $(DEBIAN) -o $(@D)/policy.deb
+	curl -fsSL $(DEBIAN) -o $(@D)/policy.deb || \
+		{ echo "make: $(DEBIAN) cannot be read - put policy.txt of debian-policy 4.6.2.0 at $@"; exit 1; }
 	ar p $(@D)/policy.deb data.tar.xz | tar -xJO ./usr/share/doc/debian-policy/policy.txt.gz | gunzip > $@.unfinished
 	echo "89dba06600463ed858b4ccd3bdf4e72452c512589f1029548346e5284eb71374  $@.unfinished" | sha256sum -c --quiet
 	mv $@.unfinished $@
@@ -163,9 +164,14 @@ results-pretrained: $(SMOLLM2) $(POLICY)
 		printf '%s\n' $(METHODS) | sed "s|^|$$text $(TAIL) |" | OMP_NUM_THREADS=1 xargs -P 2 -L 1 $(EVALUATE) || exit; \
 	done
 	printf '%s\n' $(FURTHER) | OMP_NUM_THREADS=1 xargs -P 2 -L 1 $(EVALUATE)
+	$(EVALUATE) $(MANUAL) --protocol tail --tail 4096 --lengths 16384 --two-by-two
+	mkdir -p $(SWEEP)/probes
 	for probe in "passkey --trials 2" "recall --trials 4"; do \
+		rows=$(SWEEP)/probes/$${probe%% *}; \
+		test -f $$rows.jsonl && continue; \
 		$(PY) tools/probe.py --checkpoint $(SWEEP)/model $(MANUAL) --probes $$probe --lengths 4096 12288 --depths 3 \
-			--method none self_extend,group=8 yarn,factor=2 || exit; \
+			--method none self_extend,group=8 yarn,factor=2 -o $$rows.unfinished.jsonl || exit; \
+		mv $$rows.unfinished.jsonl $$rows.jsonl; \
 	done
 	$(PY) tools/report.py -o $(SWEEP)/report.html --plots $(SWEEP)/plots $(SWEEP)/model/evaluation/*.jsonl
 
