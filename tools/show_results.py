@@ -48,7 +48,9 @@ def _parser() -> argparse.ArgumentParser:
         "--over-seeds", action="store_true", help="one line per encoding: mean ± standard deviation"
     )
     parser.add_argument(
-        "--over-training", action="store_true", help="plot by step, a curve for each length"
+        "--over-training",
+        action="store_true",
+        help="plot by step: the lengths of a run, or runs at each length",
     )
     parser.add_argument(
         "--bits-per-byte", action="store_true", help="instead of perplexity, for any tokenizers"

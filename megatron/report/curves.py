@@ -184,10 +184,13 @@ def draw_perplexity(*texts: Groups, without: Collection[str] = (), title: str = 
 
 
 def draw_over_training(rows: Sequence[Row], *, over_seeds: bool = False) -> Figure:
-    """Curves of perplexity by training step, one for each length, in a panel for each run.
+    """Curves of perplexity by training step.
+
+    One run has a panel with a curve for each length. Several runs have a panel for each length with
+    a curve for each run.
 
     rows: of many steps, as `extrapolation_interval` writes them
-    over_seeds: a panel for each encoding and way to train it, which have runs of several seeds
+    over_seeds: a curve for each encoding and way to train it, which have runs of several seeds
     Raises UserError if a run has two rows of one step, length and protocol.
     """
     group = kinds if over_seeds else runs
@@ -205,16 +208,21 @@ def draw_over_training(rows: Sequence[Row], *, over_seeds: bool = False) -> Figu
         # A stage changes other facts of a row, so a run is called by its last one.
         run_of = {id(max(run, key=lambda row: row["step"])): run for run in by_run}
         last_rows = [row for row in members if id(row) in run_of]
-        for label, examples in group(last_rows).items():
+        groups: dict[str, dict[str, list[Row]]] = {}  # by the axis of a panel and the curve's label
+        for label, examples in (labelled := group(last_rows)).items():
             measured = [row for example in examples for row in run_of[id(example)]]
-            groups: dict[str, list[Row]] = {}
             for row in sorted(measured, key=lambda row: row["length"]):
-                groups.setdefault(f"{row['length']} tokens", []).append(row)
+                length = f"{row['length']} tokens"
+                axis, name = f"step, at {length}", label
+                if len(labelled) == 1:
+                    axis, name = f"step of {label}", length
+                groups.setdefault(axis, {}).setdefault(name, []).append(row)
+        for axis, of_panel in groups.items():
             curves = {
-                length: curve((row["step"], row["perplexity"]) for row in of_length)
-                for length, of_length in groups.items()
+                name: curve((row["step"], row["perplexity"]) for row in of_curve)
+                for name, of_curve in of_panel.items()
             }
-            panels.append(Panel(groups, curves, f"step of {label}"))
+            panels.append(Panel(of_panel, curves, axis))
     return _draw(panels, "perplexity", "Perplexity over training", "", places="steps")
 
 
@@ -273,7 +281,7 @@ def _draw(
         lowest, highest = means.min(initial=math.inf), means.max(initial=0)
         logarithmic = highest > WIDE * lowest > 0
         encodings = [rows[0]["pos_emb"] for rows in panel.groups.values()]
-        if places == "steps":  # a length has one look in all panels
+        if places == "steps":  # many curves are of one encoding
             encodings = [*panel.groups]
         empty, above = [], []
         for label, look in zip(panel.groups, looks(encodings), strict=True):

@@ -79,7 +79,7 @@ def test_no_text_is_cut_or_covered_and_each_curve_has_a_look_of_its_own(count, m
         assert len({curve.get_color() for curve in curves}) == min(count, 8)
 
 
-def test_a_picture_over_training_has_a_curve_for_each_length_and_a_panel_for_each_way(tmp_path):
+def test_a_picture_over_training_has_lengths_as_curves_of_one_run_and_as_panels_of_many(tmp_path):
     """As a run with stages writes them: its window and options change, its hash does not."""
     measured = []
     for seed, shift in ((1234, 0.0), (1235, 2.0)):
@@ -87,22 +87,26 @@ def test_a_picture_over_training_has_a_curve_for_each_length_and_a_panel_for_eac
             numbers = {512: 10 + shift, 2048: 1000 / step + shift}
             grown = {"step": step, "seed": seed, "config_hash": f"{seed}", **facts}
             measured += rows("rotary", numbers, **grown)
-    measured += rows("alibi", {512: 11.0}, step=400, config_hash="0123")
+    shorter, longer = [[100, 11], [200, 11], [400, 11]], [[100, 11], [200, 6], [400, 3.5]]
     figure = draw_over_training(measured[::-1], over_seeds=True)
-    panels = {axes.get_xlabel(): axes for axes in figure.axes}
-    assert [*panels] == ["step of alibi", "step of rotary"]
-    axes = panels["step of rotary"]
-    curves = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
-    assert curves == {
-        "512 tokens: 11.00": [[100, 11], [200, 11], [400, 11]],
-        "2048 tokens: 3.50": [[100, 11], [200, 6], [400, 3.5]],
-    }
-    assert axes.get_xscale() == "linear"
-    assert panels["step of alibi"].lines[0].get_color() == axes.lines[0].get_color()
-    each = draw_over_training(measured)
-    assert len(each.axes) == 3
     write(figure, tmp_path / "a.svg")
-    assert "step of alibi" in words(tmp_path / "a.svg")
+    assert "step of rotary" in words(tmp_path / "a.svg")
+    [axes] = figure.axes
+    assert axes.get_xscale() == "linear"
+    curves = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+    assert curves == {"512 tokens: 11.00": shorter, "2048 tokens: 3.50": longer}
+
+    measured += rows("alibi", {512: 11.0}, step=400, config_hash="0123")
+    panels = {}
+    for axes in draw_over_training(measured[::-1], over_seeds=True).axes:
+        curves = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+        panels[axes.get_xlabel()] = curves
+    assert panels == {
+        "step, at 512 tokens": {"rotary: 11.00": shorter, "alibi: 11.00": [[400, 11]]},
+        "step, at 2048 tokens": {"rotary: 3.50": longer},
+    }
+    each = draw_over_training(measured)
+    assert [len(axes.lines) for axes in each.axes] == [3, 2]
     twice = [*measured, *rows("alibi", {512: 12.0}, step=400, config_hash="0123", window=64)]
     with pytest.raises(UserError, match="alibi: two rows of step 400 at 512 - give the rows of"):
         draw_over_training(twice)
