@@ -41,7 +41,16 @@ def rewritten(page, output, capsys):
 
 
 @pytest.mark.parametrize(
-    "name", ["abacus.md", "claims.md", "context.md", "pretrained.md", "recipe.md", "sinks.md"]
+    "name",
+    [
+        "abacus.md",
+        "claims.md",
+        "context.md",
+        "documents.md",
+        "pretrained.md",
+        "recipe.md",
+        "sinks.md",
+    ],
 )
 def test_every_table_of_the_page_is_what_its_command_writes(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
