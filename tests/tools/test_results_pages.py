@@ -47,6 +47,7 @@ def rewritten(page, output, capsys):
         "claims.md",
         "context.md",
         "documents.md",
+        "growth.md",
         "pretrained.md",
         "recipe.md",
         "sinks.md",
