@@ -82,7 +82,7 @@ faults: $(INSTALLED)
 #   make results PART=abacus    addition with places of digits: about an hour of one core
 #   make results PART=context   twelve encodings that copy from beyond their training length: nine hours of one core
 #   make results PART=recipe    five encodings under eight recipes on code and two tasks: seven hours of one core
-#   make results PART=growth    three encodings whose windows grow in seven ways: five hours of one core
+#   make results PART=growth    three encodings whose windows grow or not: five hours of one core
 #   make results PART=sinks     rotary and ALiBi with windows and learned sinks: three and a half hours of one core
 #   make results PART=documents   hybrids with documents apart or not: three hours of one core
 #   make results PART=pretrained   methods for longer texts on SmolLM2-135M from PyPI: 18 hours of one core
