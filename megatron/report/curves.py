@@ -208,21 +208,23 @@ def draw_over_training(rows: Sequence[Row], *, over_seeds: bool = False) -> Figu
         # A stage changes other facts of a row, so a run is called by its last one.
         run_of = {id(max(run, key=lambda row: row["step"])): run for run in by_run}
         last_rows = [row for row in members if id(row) in run_of]
-        groups: dict[str, dict[str, list[Row]]] = {}  # by the axis of a panel and the curve's label
-        for label, examples in (labelled := group(last_rows)).items():
+        labelled = group(last_rows)
+        by_axis: dict[str, dict[str, list[Row]]] = {}  # of each panel its curves' rows by label
+        for label, examples in labelled.items():
             measured = [row for example in examples for row in run_of[id(example)]]
             for row in sorted(measured, key=lambda row: row["length"]):
                 length = f"{row['length']} tokens"
-                axis, name = f"step, at {length}", label
                 if len(labelled) == 1:
                     axis, name = f"step of {label}", length
-                groups.setdefault(axis, {}).setdefault(name, []).append(row)
-        for axis, of_panel in groups.items():
+                else:
+                    axis, name = f"step, at {length}", label
+                by_axis.setdefault(axis, {}).setdefault(name, []).append(row)
+        for axis, groups in by_axis.items():
             curves = {
-                name: curve((row["step"], row["perplexity"]) for row in of_curve)
-                for name, of_curve in of_panel.items()
+                name: curve((row["step"], row["perplexity"]) for row in measured)
+                for name, measured in groups.items()
             }
-            panels.append(Panel(of_panel, curves, axis))
+            panels.append(Panel(groups, curves, axis))
     return _draw(panels, "perplexity", "Perplexity over training", "", places="steps")
 
 
