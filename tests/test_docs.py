@@ -67,7 +67,7 @@ LAUNCHED = ("first.yml", "num_gpus")
 With others the script that it would start is run; test_deepy.py is about deepy.py."""
 PAGES = (
     *("tutorial", "questions", "coming_from", "generation", "harness", "evaluation"),
-    *("layers", "longer_texts", "watching", "doctor", "explain_config", "published_files"),
+    *("layers", "longer_texts", "watching", "explain_config", "published_files"),
     *("from_huggingface", "papers", "../README"),
 )
 FILES = (  # that a page shows

@@ -130,7 +130,7 @@ def message(script, package):
 
 
 WORKING = {
-    *("check_encoding.py", "claims.py", "compare.py", "deepy.py", "doctor.py"),
+    *("check_encoding.py", "claims.py", "compare.py", "deepy.py"),
     *("document_commands.py", "generate.py", "import_checkpoint.py", "inspect_checkpoint.py"),
     *("inspect_data.py", "merge_data.py", "migrate_config.py", "probe.py", "train.py"),
 }
