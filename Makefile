@@ -137,9 +137,7 @@ FAR = $(MANUAL) --protocol tail --tail 8192 --lengths 8192 16384 32768
 FURTHER = \
 	"$(FAR) --window 8188 --sinks 4" "$(FAR) --method yarn,factor=4" "$(FAR) --method self_extend,group=8" \
 	"$(MANUAL) --protocol tail gap --tail 2048 --ends 2048 --lengths 8192" \
-	"$(MANUAL) --protocol gap --tail 4096 --ends 4096 --lengths 16384 --method yarn,factor=2 self_extend,group=8" \
-	"$(CODE) --dtype bf16 --protocol longppl --trunc-len 1024 --lengths 8192 --method none yarn,factor=2 ntk,factor=2 \
-	string dual_chunk rerope self_extend,group=8 pi,factor=2"
+	"$(MANUAL) --protocol gap --tail 4096 --ends 4096 --lengths 16384 --method yarn,factor=2 self_extend,group=8"
 EVALUATE = $(PY) evaluate.py --checkpoint $(SWEEP)/model
 SMOLLM2_TOKENS = -d data/pretrained -t HFTokenizer --vocab-file $(SWEEP)/model/tokenizer/tokenizer.json
 
@@ -164,7 +162,7 @@ results-pretrained: $(SMOLLM2) $(POLICY)
 		printf '%s\n' $(METHODS) | sed "s|^|$$text $(TAIL) |" | OMP_NUM_THREADS=1 xargs -P 2 -L 1 $(EVALUATE) || exit; \
 	done
 	printf '%s\n' $(FURTHER) | OMP_NUM_THREADS=1 xargs -P 2 -L 1 $(EVALUATE)
-	$(EVALUATE) $(MANUAL) --protocol tail --tail 4096 --lengths 16384 --two-by-two
+	$(EVALUATE) $(MANUAL) --protocol tail --tail 4096 --lengths 16384 --method none rerope,window=8191 --logn-scale off on
 	mkdir -p $(SWEEP)/probes
 	for probe in "passkey --trials 2" "recall --trials 4"; do \
 		rows=$(SWEEP)/probes/$${probe%% *}; \

@@ -6,7 +6,6 @@ python deepy.py evaluate.py configs/mep.yml [--lengths 512 1024] [--output resul
 python evaluate.py --checkpoint runs/mep [--step 2000]
 python evaluate.py --checkpoint runs/mep eval_tokens=65536 eval_part=test
 python evaluate.py --checkpoint runs/mep --protocol equal_tokens tail --window none train_length
-python evaluate.py --checkpoint runs/mep --protocol tail --two-by-two
 python evaluate.py --checkpoint runs/mine pos_emb_file=my_encoding.py
 python evaluate.py --checkpoint runs/mep --tasks lambada_openai --lengths 512 2048
 
@@ -31,7 +30,6 @@ from megatron.evaluation.options import Options, add_options, number
 from megatron.harness.tasks import Tasks, evaluate_tasks
 from megatron.harness.tasks import table as table_of_tasks
 from megatron.parallel.grid import here
-from megatron.results.comparison_table import two_by_two
 from megatron.results.gain import table_of_gains
 from megatron.results.row import Row
 from megatron.results.table import by_length, table, with_bits
@@ -80,7 +78,7 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
         return
     evaluation = evaluate(config, options)
     if here().first:
-        show(evaluation, repairs=options.two_by_two)
+        show(evaluation)
 
 
 def as_published(config: Config) -> None:
@@ -90,8 +88,8 @@ def as_published(config: Config) -> None:
             show(evaluation)
 
 
-def show(evaluation: MeasuredRows, *, repairs: bool = False) -> None:
-    """Print tables for each protocol, and the files of the rows; repairs: of --two-by-two."""
+def show(evaluation: MeasuredRows) -> None:
+    """Print tables for each protocol, and the files of the rows."""
     by_protocol: dict[str, list[Row]] = {}
     for rows in evaluation.rows.values():
         for row in by_length(rows, evaluation.lengths):
@@ -100,8 +98,6 @@ def show(evaluation: MeasuredRows, *, repairs: bool = False) -> None:
         print(table(rows), end="\n\n")
         if counted := with_bits(rows):
             print(table(counted, bits_per_byte=True), end="\n\n")
-        if repairs and (cells := two_by_two(rows)):
-            print(cells.text(), end="\n\n")
         if gains := table_of_gains(rows):
             print(gains.text(), end="\n\n")
     for file in evaluation.rows:

@@ -8,7 +8,7 @@ import hashlib
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from megatron.splits import SPLIT, TASK_PREFIX
 
 logger = logging.getLogger(__name__)
 
-ROUNDING = 1e-5  # nats: losses in float32 differ by less between batch sizes
 BUCKET = 64  # positions that share one mean in the protocol position; the first 64 are cut finer
 # Scored targets of a block, if a row does not say otherwise. Files rely on it: never change it.
 BLOCK = 512
@@ -42,7 +41,6 @@ class Windows:
     edges: [buckets + 1] positions between which a mean loss of its own is wanted; empty for none
     facts: keys of the protocol for the row that depend on the length, such as {"stride": 256}
     answers: whether it also counts how often the argmax is right, as in a task
-    rule: protocol longppl, which of the targets are key tokens
     """
 
     length: int
@@ -53,7 +51,6 @@ class Windows:
     edges: tuple[int, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
     answers: bool = False
-    rule: "KeyRule | None" = None
 
     @cached_property
     def counts(self) -> np.ndarray:
@@ -119,52 +116,6 @@ def digits(parts: Iterable[np.ndarray]) -> str:
     return digest.hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class KeyRule:
-    """The rule of LongPPL (arXiv 2410.23771) for key tokens, by the losses of a judge in nats.
-
-    alpha: a key token's loss after a short context is more than this above that after a long one,
-        beyond rounding
-    beta: its loss after the long context is below -beta
-    trunc_len: tokens of the short context at least; targets with fewer tokens before them never are
-        key tokens
-    sliding_window: targets after which a short context begins anew; it has up to trunc_len +
-        sliding_window - 1 tokens
-    """
-
-    alpha: float
-    beta: float
-    trunc_len: int
-    sliding_window: int
-
-    def short_windows(self, windows: Windows) -> list[Windows]:
-        """Windows that give each target a short context once, in the order of the targets.
-
-        Target t of a text, counted from 0, follows the tokens from
-        floor((t - trunc_len) / sliding_window) · sliding_window on.
-        """
-        pieces = []
-        for start in range(0, windows.length + 1 - self.trunc_len, self.sliding_window):
-            end = min(start + self.trunc_len + self.sliding_window, windows.length + 1)
-            ids = [text[start:end] for text in windows.ids]
-            length = end - start - 1
-            scored = np.arange(self.trunc_len - 1, length)
-            pieces.append(Windows(length, ids, [scored] * len(ids)))
-        return pieces
-
-    def places(self, long: np.ndarray, short: Sequence[np.ndarray]) -> np.ndarray:
-        """Positions of the key tokens of a window: [keys].
-
-        long: losses of all targets [length]; short: those after short contexts, piece by piece
-        """
-        first = self.trunc_len - 1
-        after_long = long[first:]
-        gain = np.concatenate([np.empty(0), *short]) - after_long
-        # Where far context changes nothing, the batch size would decide at alpha 0.
-        gains_enough = gain > self.alpha + ROUNDING
-        return first + np.flatnonzero(gains_enough & (after_long < -self.beta))
-
-
 # --- What is measured ---
 
 
@@ -176,8 +127,6 @@ class Request:
     eval_tokens: targets of the region, at most
     split: shares of the parts, such as "949,50,1"
     train_length: of the model
-    judge: protocol longppl, the name of the model that says which tokens are key; self: the model
-        as it was trained
     """
 
     lengths: Sequence[int]
@@ -185,7 +134,6 @@ class Request:
     part: str = "valid"
     split: str = SPLIT
     train_length: int = 512
-    judge: str = "self"
 
     @property
     def longest(self) -> int:
@@ -516,39 +464,6 @@ class WithinDocument(Protocol):
         return windows_of(text.long_documents, length, length)
 
 
-@dataclass(frozen=True)
-class LongPPL(Protocol):
-    """LongPPL (arXiv 2410.23771): perplexity over key tokens alone, which a judge predicts well
-    after the whole window and much worse after its last tokens alone. Where each model is its own
-    judge, models have other key tokens.
-    """
-
-    judge: str | None = option(
-        None,
-        "checkpoint that says which tokens are key",
-        usual="the model itself, as it was trained",
-    )
-    alpha: float = option(2.0, "nats that far context gains a key token")
-    beta: float = option(-2.0, "a key token has a loss below -B")
-    trunc_len: int | None = option(
-        None, "tokens of a short context", TOKENS, usual="half of seq_length"
-    )
-    sliding_window: int | None = option(
-        None,
-        "tokens that short contexts move by",
-        TOKENS,
-        usual="a quarter of --trunc-len",
-    )
-
-    def windows_at(self, text: HeldOutText, length: int) -> Windows:
-        # In the paper the short context has 4096 tokens or more.
-        trunc_len = self.trunc_len or max(1, text.train_length // 2)
-        sliding_window = self.sliding_window or max(1, trunc_len // 4)
-        rule = KeyRule(self.alpha, self.beta, trunc_len, sliding_window)
-        facts = {"judge": text.judge, **asdict(rule)}
-        return replace(text.cut(length, length), separate=True, facts=facts, rule=rule)
-
-
 class TaskProblems(Drawn):
     """Small problems that need distant tokens. Each length has problems of its own, of the largest
     size that fits; they are the same for every model. Tokens of answers alone are counted.
@@ -564,7 +479,6 @@ class TaskProblems(Drawn):
 
 
 TASK = "task"  # the protocol of problems whose answers are counted
-LONGPPL = "longppl"  # the protocol of key tokens
 PROTOCOLS: dict[str, type[Protocol]] = {
     "equal_tokens": EqualTokens,
     "paper": Paper,
@@ -573,7 +487,6 @@ PROTOCOLS: dict[str, type[Protocol]] = {
     "position": Position,
     "sliding": Sliding,
     "within_document": WithinDocument,
-    LONGPPL: LongPPL,
     TASK: TaskProblems,
 }
 

@@ -16,9 +16,9 @@ from megatron.cli_errors import command_parser, guarded
 from megatron.errors import UserError
 from megatron.files import write_output
 from megatron.results.comparison import compared
-from megatron.results.comparison_table import tables, two_by_two
+from megatron.results.comparison_table import tables
 from megatron.results.files import read_rows
-from megatron.results.labels import kinds, sections
+from megatron.results.labels import kinds
 from megatron.results.probes import is_of_probes
 from megatron.results.row import TASK
 
@@ -40,18 +40,14 @@ def main(argv: list[str] | None = None) -> int:
         )
     comparisons = compared(kinds(rows), options.against)
     output = options.output
-    by_section = [two_by_two(members, heading) for heading, members in sections(rows).items()]
-    repairs = [table for table in by_section if table]
     if output:
         if output.suffix not in (".md", ""):
             raise UserError(f"--output: {output} is no .md - name it so")
         mark = "<!-- by tools/compare.py -->"
         markdown = tables(comparisons, markdown=True, bits_per_byte=options.bits_per_byte)
-        text = "\n\n".join([mark, markdown, *(table.markdown() for table in repairs)])
+        text = f"{mark}\n\n{markdown}"
         write_output(output, f"{text}\n".encode(), mark.encode())
     print(tables(comparisons, bits_per_byte=options.bits_per_byte))
-    for table in repairs:
-        print(f"\n{table.text()}")
     return 0
 
 

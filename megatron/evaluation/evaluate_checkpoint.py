@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-import numpy as np
 from torch import Tensor
 from tqdm import tqdm
 
@@ -23,10 +22,8 @@ from megatron.data.samples import build_split, split_documents
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.evaluation.loaded_run import (
-    LoadedModel,
     LoadedRun,
     checkpoint_folder,
-    loaded_model,
     loaded_run,
     measurable,
     on_text,
@@ -34,13 +31,12 @@ from megatron.evaluation.loaded_run import (
 from megatron.evaluation.methods import MeasuredAttention, faults_of, method_of
 from megatron.evaluation.options import (
     DTYPES,
-    VARIED,
     CheckpointOptions,
     Options,
     options_of_words,
     words_of,
 )
-from megatron.evaluation.perplexity import key_tokens, measured
+from megatron.evaluation.perplexity import measured
 from megatron.files import check_output
 from megatron.folder_lock import owned_file
 from megatron.model import positions_from_config
@@ -49,7 +45,6 @@ from megatron.parallel.grid import Grid, ended_together, here, owned_by_first
 from megatron.parallel.threads import count_parameters, use_threads
 from megatron.positions import Position
 from megatron.protocols import (
-    LONGPPL,
     TASK,
     HeldOutText,
     Protocol,
@@ -153,11 +148,10 @@ def windows_of_text(
     options: Options,
     texts: Part,
     tokens: TokenFile,
-    judge: str = "self",
 ) -> dict[str, tuple[Protocol, list[Windows]]]:
     """The protocols of the options on a text by their names, each with the windows of its lengths.
 
-    config: of the measurement; trained: of the training; judge: its name
+    config: of the measurement; trained: of the training
     Raises UserError for what this text cannot give.
     """
     usual = usual_protocol(tokens.prefix)
@@ -179,7 +173,6 @@ def windows_of_text(
         part,
         split,
         train_length=trained.model.seq_length,
-        judge=judge,
         tokens=tokens,
         documents=range(0) if usual == TASK else split_documents(tokens, split, part),
         samples=partial(build_split, tokens, split, part, seed=trained.training.seed),
@@ -210,28 +203,20 @@ def measured_rows(
     positions = [placed.position for placed in model.placed]
     attention = MeasuredAttention.of(config.attention)
     attentions = variants(attention, options, positions, model.train_length)
-    judge = judge_of(run, options) if LONGPPL in options.protocol else run
-    if grid.context_ranks > 1:
-        for placed in judge.model.placed:  # the run's own are checked with its configuration
-            try:
-                placed.position.check_parts()
-            except UserError as fault:
-                raise UserError(f"--judge: {fault}") from None
-        if any(attention.method or attention.sinks is not None for attention in attentions):
-            raise UserError(
-                f"context_parallel_size: {grid.context_ranks} ranks share no text under --method"
-                " or --sinks, which move tokens - set it to 1"
-            )
+    moves_tokens = any(each.method or each.sinks is not None for each in attentions)
+    if grid.context_ranks > 1 and moves_tokens:
+        raise UserError(
+            f"context_parallel_size: {grid.context_ranks} ranks share no text under --method"
+            " or --sinks, which move tokens - set it to 1"
+        )
     jobs = []
     lengths = sorted(set(options.lengths or config.evaluation.eval_lengths))
-    judge_name = "self" if judge is run else judge.name
     for tokens in run.texts.files:
-        windows_of = windows_of_text(config, run.trained, options, run.texts, tokens, judge_name)
+        windows_of = windows_of_text(config, run.trained, options, run.texts, tokens)
         for attention, name in itertools.product(attentions, windows_of):
             protocol, windows = windows_of[name]
             for each in windows:
                 run.check_known_tokens(each.ids)
-                judge.check_known_tokens(each.ids)
             words = [name] if name != "equal_tokens" else []
             words += [options.dtype] if options.dtype != "fp32" else []
             output = options.output or run.default_output(tokens, attention, words)
@@ -240,21 +225,13 @@ def measured_rows(
             facts = run.facts_of_text(name, tokens) | protocol.facts
             jobs.append((output, tokens, attention, facts, windows))
 
-    # Without --judge the model as it was trained is the judge of every variant.
-    as_trained = MeasuredAttention.of(judge.trained.at_step(judge.record["step"]).attention)
-    if judge is run:
-        as_trained = replace(as_trained, attention_backend=config.attention.attention_backend)
-    judges_itself = judge is run and attentions == [as_trained]
-    keys_of: dict[int, Sequence[np.ndarray] | str] = {}  # by the identity of windows
-
     rows: dict[Path, list[Row]] = {output: [] for output, *_ in jobs}
     # A bar for each length, which a log renews every half minute.
     seconds = 0.1 if sys.stderr.isatty() else 30.0
     bars = {"mininterval": seconds, "delay": seconds, "leave": False, "disable": not grid.first}
     owned = [owned_file(output, "--output") for output in rows]
     with owned_by_first(grid, *owned), ended_together(grid):
-        for network in (model, judge.model):
-            network.to(grid.device, DTYPES[options.dtype])
+        model.to(grid.device, DTYPES[options.dtype])
         for output, tokens, attention, facts_of_text, by_length in jobs:
             model.use_attention(attention)
             logger.info("attention %s", model.attention_choice)
@@ -271,31 +248,25 @@ def measured_rows(
                     question["position_edges"] = list(windows.edges)
                 row = existing_row = answer(question, existing)
                 keep = 0
-                if options.keep_losses and not windows.rule:
+                if options.keep_losses:
                     keep = windows.whole(options.keep_losses)
                     # A row without a loss has no others either.
                     if row and row["loss"] is not None and len(row.get("token_losses", [])) != keep:
                         row = existing_row = None
                 spent = "kept from an earlier call"
                 if row is None:
-                    total = None if windows.rule else len(windows.ids)
-                    with tqdm(total=total, desc=name, **bars) as bar:
+                    with tqdm(total=len(windows.ids), desc=name, **bars) as bar:
                         how = {
                             "batch_tokens": config.evaluation.eval_batch_tokens,
                             "grid": grid,
                             "context": context,
                             "advance": bar.update,
                         }
-                        if windows.rule and not judges_itself and id(windows) not in keys_of:
-                            judge.model.use_attention(as_trained)
-                            keys_of[id(windows)] = key_tokens(judge.model, windows, **how)
-                            model.use_attention(attention)
-                        keys = keys_of.get(id(windows))
-                        numbers = measured(model, windows, keys=keys, keep=keep, **how)
+                        numbers = measured(model, windows, keep=keep, **how)
                     row = cast(Row, question | numbers)
                     spent = f"{numbers['seconds']:.1f} s"
                 # The tokenizer may have been absent before.
-                if row.get("bytes_from") != EXACT and not windows.rule:
+                if row.get("bytes_from") != EXACT:
                     row = with_facts(row, run.bytes_of_text(tokens, windows, row["loss"]))
                 if keep and not row.get("token_texts"):
                     row = with_facts(row, run.texts_of_targets(tokens, windows, keep))
@@ -308,24 +279,6 @@ def measured_rows(
                     logger.info("%s: %s, %d windows, %s", name, result, row["windows"], spent)
                 rows[output].append(row)
     return MeasuredRows(rows, lengths)
-
-
-def judge_of(run: LoadedRun, options: Options) -> LoadedModel:
-    """The model that says which tokens are key tokens: another checkpoint, or the run itself."""
-    folder = options.protocol_options.get("judge")
-    if folder is None:
-        return run
-    try:
-        judge = loaded_model(None, folder, None)
-    except UserError as fault:
-        raise UserError(f"--judge: {fault}") from None
-    hashes = judge.tokenizer.get("hash"), run.tokenizer.get("hash")
-    if all(hashes) and hashes[0] != hashes[1]:
-        raise UserError(
-            f"--judge: {judge.path} learned with the tokenizer {hashes[0]}, {run.path} with"
-            f" {hashes[1]}: key tokens are those of one tokenizer - give a judge with the same"
-        )
-    return judge
 
 
 def check_options(config: Config, options: Options) -> None:
@@ -350,29 +303,6 @@ def variants(
     Raises UserError with all that is wrong with sinks, clipped distances and methods.
     """
     values = options.attention_values
-    if options.two_by_two:
-        varied = ["--" + key.replace("_", "-") for key in values]
-        varied += [key for key in VARIED if key != "paper_precision" and getattr(attention, key)]
-        if varied:
-            raise UserError(
-                "--two-by-two: varies windows, log n and distances of a model that has none"
-                f" of these - leave out {', '.join(varied)}"
-            )
-        # Rotations are clipped by ReRoPE, tables by their last value; others have no distance.
-        last = train_length - 1
-        clip: dict[str, Any] = {}
-        refused: list[str] = []
-        for way in ({"method": f"rerope,window={last}"}, {"clip_distance": last}):
-            refused = list(faults_of(replace(attention, **way), positions, train_length))
-            if not refused:
-                clip = way
-                break
-        if not clip:
-            logger.warning("--two-by-two: distances are not clipped: %s", refused[0])
-        scaled = {"logn_scale": True}
-        window = {"window": train_length, "window_layers": ()}
-        cells = ({}, clip, scaled, clip | scaled, window)
-        return list(dict.fromkeys(replace(attention, **cell) for cell in cells))
     combinations: dict[MeasuredAttention, None] = {}
     faults: dict[str, None] = {}
     for combination in itertools.product(*values.values()):

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -36,8 +35,6 @@ class CheckpointOptions:
     output: file of JSON lines; None for a name in the run's folder that says what is measured
     attention_values: values of the settings in VARIED, each on the same weights; of others it is
         the configuration's
-    two_by_two: the variants that tell untrained distances from untrained numbers of keys, in place
-        of values of these settings
     dtype: of the model's matrices, a name in DTYPES
     """
 
@@ -46,7 +43,6 @@ class CheckpointOptions:
     lengths: Sequence[int] = ()
     output: Path | None = None
     attention_values: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    two_by_two: bool = False
     dtype: str = "fp32"
 
     @classmethod
@@ -109,12 +105,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--protocol", nargs="+", default=(), choices=tuple(PROTOCOLS), help=protocol)
     for name, option in OPTIONS.items():
-        kind, metavar = real, name[0].upper()
-        if option.bounds:
-            kind, metavar = number(*option.bounds), "N"
-        elif option.usual:
-            kind, metavar = "path", "DIR"
-        add("--" + name.replace("_", "-"), type=kind, metavar=metavar, help=option.help)
+        kind = number(*option.bounds)
+        add("--" + name.replace("_", "-"), type=kind, metavar="N", help=option.help)
     keep = "losses of the first N targets in each row: which gain by context; default: none"
     add("--keep-losses", type=number(0, MOST_KEPT), default=0, metavar="N", help=keep)
 
@@ -150,11 +142,6 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     add("--lengths", type=kind, nargs="+", default=(), metavar="L", help=lengths)
     add("-o", "--output", type=Path, metavar="FILE", help="file for the rows, JSON lines")
     add_attention(parser, nargs="+", action="extend", default=[])
-    two_by_two = (
-        "with distances clipped or not, and numbers of keys scaled or not: which of the two breaks"
-        " long texts (docs/longer_texts.md)"
-    )
-    add("--two-by-two", action="store_true", help=two_by_two)
     dtype = "of the model; tables stay float32"
     add("--dtype", choices=tuple(DTYPES), default=CheckpointOptions.dtype, help=dtype)
 
@@ -165,7 +152,7 @@ class _Words(CommandParser):
 
 
 def words_of(options: Mapping[str, Any]) -> list[str]:
-    """The command line of options as YAML has them: {protocol: [tail, gap], two_by_two: true}."""
+    """The command line of options as YAML has them: {protocol: [tail, gap], window: 512}."""
     words = []
     for key, value in options.items():
         if value is False and isinstance(getattr(Options, key, None), bool):
@@ -201,15 +188,6 @@ def number(least: int, most: int, or_one_of: Sequence[str] = ()) -> Callable[[st
         )
 
     return parsed
-
-
-def real(text: str) -> float:
-    """A finite number."""
-    with contextlib.suppress(ValueError):
-        value = float(text)
-        if math.isfinite(value):
-            return value
-    raise argparse.ArgumentTypeError(f"{shown(text)[:40]} is not a number")
 
 
 def switch(text: str) -> bool:

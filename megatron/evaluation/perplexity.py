@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from megatron.errors import UserError
 from megatron.parallel.context import Context
 from megatron.parallel.grid import Grid
-from megatron.protocols import BLOCK, Windows, digits, windows_of
+from megatron.protocols import BLOCK, Windows, windows_of
 from megatron.results.row import Facts
 from megatron.results.statistics import mean_of, perplexity_of
 
@@ -57,13 +56,11 @@ def measured(
     model: Any,
     windows: Windows,
     *,
-    keys: Sequence[np.ndarray] | str | None = None,
     keep: int = 0,
     **how: Any,
 ) -> Facts:
     """The numbers of one length, named as in megatron.results.row.
 
-    keys: what `key_tokens` returns; None: the model says itself which targets are key tokens
     keep: losses of single targets in the result, the first so many; 0: none
     how: as for `losses_of_targets`
 
@@ -71,90 +68,17 @@ def measured(
     Raises UserError if a batch does not fit into the device's memory.
     """
     started = time.perf_counter()
-    facts: Facts = {}
     losses: list[np.ndarray] = []
-    reason = keys if isinstance(keys, str) else None
+    reason = None
     try:
         losses = losses_of_targets(model, windows, **how)
-        if windows.rule and keys is None:
-            keys = key_tokens(model, windows, long=losses, **how)
-            reason = keys if isinstance(keys, str) else None
     except Refusal as refusal:
         reason = str(refusal)
-    if windows.rule and reason is None:
-        assert keys is not None
-        assert not isinstance(keys, str)
-        all_losses = np.concatenate(losses, axis=1)[0]
-        loss = float(all_losses.mean())
-        facts = {
-            "windows": len(windows.ids),
-            "all_tokens": len(all_losses),
-            "all_loss": loss if math.isfinite(loss) else None,
-            "all_perplexity": perplexity_of(loss),
-        }
-        # Of all targets, the key tokens are kept. A block never crosses from a window to the next.
-        numbers = [number for number, places in enumerate(keys) if len(places)]
-        losses = [losses[number][:, keys[number]] for number in numbers]
-        if numbers:
-            in_region = [number * windows.length + keys[number] for number in numbers]
-            facts["key_text"] = digits(in_region)
-            facts["window_tokens"] = [len(keys[number]) for number in numbers]
-        else:
-            reason = no_key_token(windows)
-        if facts["all_loss"] is None:
-            reason = f"the loss over all targets is {loss}"
-        windows = replace(
-            windows,
-            ids=[windows.ids[number] for number in numbers],
-            starts=[windows.starts[number] for number in numbers],
-            scored=[keys[number] for number in numbers],
-        )
-    row = numbers_of(windows, losses, reason, time.perf_counter() - started) | facts
+    row = numbers_of(windows, losses, reason, time.perf_counter() - started)
     if keep and row["loss"] is not None:
         single = np.concatenate(losses, axis=1)[0]
         row["token_losses"] = single[:keep].round(DIGITS).tolist()
     return row
-
-
-def no_key_token(windows: Windows) -> str:
-    """The reason why a length has no key tokens, and what gives some."""
-    rule = windows.rule
-    assert rule is not None
-    if rule.trunc_len >= windows.length:
-        return (
-            f"no key token: no context is longer than --trunc-len {rule.trunc_len}"
-            " - give a shorter one, or a longer length"
-        )
-    return (
-        f"no key token: no target has a loss below {-rule.beta:g} (--beta) that rises by more"
-        f" than --alpha {rule.alpha:g} when it sees --trunc-len {rule.trunc_len} tokens alone"
-        " - give a lower --alpha, and say so, a lower --beta or another --judge"
-    )
-
-
-def key_tokens(
-    judge: Any,
-    windows: Windows,
-    *,
-    long: Sequence[np.ndarray] | None = None,
-    **how: Any,
-) -> list[np.ndarray] | str:
-    """Positions of the key tokens of `windows.rule`: [windows] of [keys], or why there are none.
-
-    long: the judge's losses of all targets, if they were measured; how: as for `losses_of_targets`
-    """
-    rule = windows.rule
-    assert rule is not None
-    try:
-        long = long or losses_of_targets(judge, windows, **how)
-        short = [losses_of_targets(judge, pieces, **how) for pieces in rule.short_windows(windows)]
-    except Refusal as refusal:
-        return f"the judge: {refusal}"
-    keys = []
-    for number, losses in enumerate(long):
-        pieces = [losses_of_start[number][0] for losses_of_start in short]
-        keys.append(rule.places(losses[0], pieces))
-    return keys
 
 
 def losses_of_targets(

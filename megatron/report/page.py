@@ -30,7 +30,7 @@ from megatron.report.curves import (
 )
 from megatron.report.encoding_figures import NO_PICTURE, figures_of_model
 from megatron.results.comparison import compared
-from megatron.results.comparison_table import how_made, tables_of, two_by_two
+from megatron.results.comparison_table import how_made, tables_of
 from megatron.results.files import PICTURES, read_rows
 from megatron.results.gain import Gain, gains_of, table_of_gains
 from megatron.results.labels import kinds, labels_of, matching, runs, sections, select
@@ -210,8 +210,8 @@ def _add_text(page: Page, heading: str, members: Sequence[Row], against: str | N
     tables = [table_of_text(rows, quantity, over_seeds=True) for quantity in shown]
     if with_bytes := with_bits(rows):
         tables.append(table_of_text(with_bytes, BITS, over_seeds=True))
-    gains = table_of_gains(members)
-    tables += filter(None, [two_by_two(members, "Which of two breaks longer texts"), gains])
+    if gains := table_of_gains(members):
+        tables.append(gains)
     section = PageSection(heading, rows[0].get("protocol") or "", tables)
 
     # Accuracies are compared by tools/claims.py.

@@ -18,7 +18,6 @@ from megatron.results.row import (
     ATTENTION_INPUTS,
     DEFAULTS,
     DRAWN,
-    LONGPPL,
     PROTOCOL_OPTIONS,
     SETTING,
     Row,
@@ -36,7 +35,7 @@ from megatron.results.statistics import (
     mean_over_seeds,
     values_needed,
 )
-from megatron.results.table import ANSWERS_RIGHT, FEW_KEYS, TOKENS_RIGHT, Table
+from megatron.results.table import ANSWERS_RIGHT, TOKENS_RIGHT, Table
 from megatron.strict_yaml import parse
 
 GRAMMAR = """\
@@ -51,7 +50,7 @@ A claim is one line:
               Of several kinds of rows, a name alone means the one with default options.
   VERB        rises, falls: the number; loses, gains, loses at most: the quality
   N %         of a perplexity, also where the quantity is loss or bits; points of accuracies
-  QUANTITY    perplexity (the default), longppl, loss, bits per byte, accuracy (of whole answers),
+  QUANTITY    perplexity (the default), loss, bits per byte, accuracy (of whole answers),
               token accuracy (of their tokens)
   WHERE       at 4096, at 4 L, from 2048, from 512 to 4096. L is the training length.
               The claim must hold at each of several lengths.
@@ -59,9 +58,8 @@ A claim is one line:
               github, tail, window 512. Rows with a window or a method for longer texts answer
               only claims that name this key. So do sides that differ in dtype, windows_per_step,
               trained_on, parent_model or an axis of their sweep."""
-PERPLEXITIES = ("perplexity", LONGPPL)
 ACCURACIES = {"accuracy": ANSWERS_RIGHT, "token accuracy": TOKENS_RIGHT}
-QUANTITIES = (*PERPLEXITIES, "loss", "bits per byte", *ACCURACIES)
+QUANTITIES = ("perplexity", "loss", "bits per byte", *ACCURACIES)
 GROUP = (*SETTING, "stride", "train_length", "step")  # equal on both sides, if none names them
 LONGEST = "1000000000000"  # tokens, of a claim without a limit
 LARGEST = 1 << 20  # bytes of a file of claims
@@ -177,7 +175,7 @@ def claim_of(text: str, source: str = "") -> Claim:
         if quantity and quantity[1] not in QUANTITIES:
             raise ValueError(f"has no such quantity: {quantity[1]} - use {', '.join(QUANTITIES)}")
         raise ValueError("is no claim - write A < B or A loses 20 %, and see the grammar")
-    quantity = match["quantity"] or PERPLEXITIES[0]
+    quantity = match["quantity"] or "perplexity"
     is_accuracy = quantity in ACCURACIES
     percent = float(match["by"] or match["change"] or 0)
     verb, first, last = match["verb"], match["at"] or match["first"], match["last"]
@@ -320,8 +318,6 @@ def _chosen(rows: Sequence[Row], side: Side, quantity: str) -> Sequence[Row]:
         return {corpus, corpus.removeprefix("task:"), row.get("part"), row.get("protocol")}
 
     def has_quantity(row: Row) -> bool:
-        if LONGPPL in (quantity, row.get("protocol")):
-            return quantity == row.get("protocol")
         key = quantity.replace(" ", "_")
         if key == "bits_per_byte":
             return row["loss"] is None or row.get(key) is not None
@@ -450,7 +446,7 @@ def table_of(verdicts: Sequence[Verdict], source: str) -> Table:
         estimate, unit = effect.estimate, effect.paired.unit
         words = []
         for difference in (estimate.mean, *(estimate.interval() or ())):
-            if claim.quantity in PERPLEXITIES:
+            if claim.quantity == "perplexity":
                 words.append(f"{100 * math.expm1(min(difference, 100)):+.3g} %")
             elif claim.quantity in ACCURACIES:
                 words.append(f"{100 * difference:+.1f} points")
@@ -464,8 +460,6 @@ def table_of(verdicts: Sequence[Verdict], source: str) -> Table:
             line[2] += "*"
         if claim.quantity in ACCURACIES:
             notes.append(ACCURACIES[claim.quantity].name)
-        if claim.quantity == LONGPPL and example["tokens"] < FEW_KEYS:
-            notes.append(f"few key tokens: {example['tokens']}")
         if unit == "windows" and estimate.n < FEW:
             notes.append(f"{estimate.n} windows are few: p is too small if neighbours correlate")
         would_decide = [f"{verdict.needed:,} {effect.decides[1]}"] if verdict.needed else []

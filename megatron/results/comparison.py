@@ -10,7 +10,6 @@ from megatron.errors import UserError
 from megatron.results.labels import axes_of, labels_of, matching, other_differences, select
 from megatron.results.row import (
     BLOCK,
-    LONGPPL,
     PLACE,
     PROTOCOL_OPTIONS,
     SETTING,
@@ -31,9 +30,7 @@ ALPHA = 0.05
 SEEDS = 3  # common seeds that a claim about an encoding needs
 COMPARED = (*SETTING, *(key for key in PLACE if key != "text"))  # runs of a seed may have its own
 TARGETS = ("corpus", "part", "split", "tokenizer", "length")  # of two protocols
-KEYS = {"judge", "tokens", "key_text"}  # in which rows of longppl with other key tokens differ
 WORSE, BETTER = "†", "‡"
-OTHER_KEYS = "its key tokens are not those of {} - compare at one length, and give both one --judge"
 # What an interval speaks about: its heading, by whether it is a claim.
 ABOUT = {True: "over seeds", False: "these weights on this text"}
 
@@ -228,8 +225,6 @@ def _pairs(
                 ]
                 nearest = min(differences, key=len)
                 reason = f"{reference} was measured with another {' and '.join(nearest)} alone"
-                if ours[0].get("protocol") == LONGPPL and {*nearest} <= KEYS:
-                    reason = OTHER_KEYS.format(reference)
                 pair = replace(pair, reason=reason)
             comparisons.append(pair)
     return comparisons
@@ -276,8 +271,6 @@ def _over_text(ours: Sequence[Row], theirs: Sequence[Row], reference: str) -> Te
                 " - measure it again with evaluate.py"
             )
     if {row.get("region") for row in ours} != {row.get("region") for row in theirs}:
-        if ours[0].get("protocol") == LONGPPL:
-            raise UserError(OTHER_KEYS.format(reference))
         raise UserError(
             f"it was scored on other text than {reference}"
             " - evaluate both on the same data_path, split and lengths"

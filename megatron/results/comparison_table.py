@@ -1,13 +1,9 @@
 """Comparisons as tables, with sentences on how their numbers were made."""
 
-import contextlib
 import math
 from collections.abc import Sequence
 
-from megatron.errors import UserError
-from megatron.results.comparison import ABOUT, ALPHA, BETTER, SEEDS, WORSE, Comparison, compared
-from megatron.results.labels import kinds
-from megatron.results.row import Row, value_of, with_facts
+from megatron.results.comparison import ABOUT, ALPHA, BETTER, SEEDS, WORSE, Comparison
 from megatron.results.statistics import corrected_for, perplexity_of
 from megatron.results.table import Table, bits, cell, from_to, with_spread
 
@@ -83,65 +79,6 @@ def _ratio(difference: float) -> str:
     if ratio is None:
         return "inf"
     return f"{ratio:.4f}" if ratio < 10 else f"{ratio:.3g}"
-
-
-AS_TRAINED = "as trained"
-REPAIRS = (AS_TRAINED, "clipped", "log n", "clipped, log n", "window")
-"""Su's 2 x 2 (docs/longer_texts.md), and the window that repairs both."""
-
-
-def two_by_two(rows: Sequence[Row], title: str = "") -> Table | None:
-    """Repaired attention against attention as trained, from rows of one text.
-
-    A line for each encoding and length, with differences in loss and their 95 % intervals; None if
-    no model was measured both ways. A window alone is no repair of one thing.
-    """
-    repair_of: dict[int, str] = {}  # by the id of a row without it
-    models = []
-    for row in rows:
-        last = (row.get("train_length") or 0) - 1
-        method, clip, window = (value_of(row, key) for key in ("method", "clip_distance", "window"))
-        is_clipped = method == f"rerope,window={last}" or clip == last
-        names = ["clipped"] if is_clipped else []
-        names += ["log n"] if row.get("logn_scale") else []
-        names += ["window"] if window != "none" else []
-        name = ", ".join(names) or AS_TRAINED
-        is_other = not is_clipped and (method, clip) != ("none", "none")
-        if name in REPAIRS and window in ("none", last + 1) and not is_other:
-            keys = ("window", "logn_scale", "clip_distance", "method")
-            model = with_facts(row, dict.fromkeys(keys))
-            repair_of[id(model)] = name
-            models.append(model)
-
-    lines = []
-    interval_kinds = set()
-    for label, members in kinds(models).items():
-        by_repair: dict[str, list[Row]] = {}
-        for row in members:
-            by_repair.setdefault(repair_of[id(row)], []).append(row)
-        if AS_TRAINED not in by_repair or by_repair.keys() <= {AS_TRAINED, "window"}:
-            continue
-        lines_of: dict[int, dict[str, str]] = {}
-        with contextlib.suppress(UserError):  # no length has two numbers
-            for pair in compared(by_repair, AS_TRAINED):
-                text = cell(pair.perplexity)
-                if pair.encoding != AS_TRAINED:
-                    text = f"{pair.difference.mean:+z.4f}" if pair.difference else "n/a"
-                if pair.interval:
-                    text += " [{:+z.4f}, {:+z.4f}]".format(*pair.interval)
-                    interval_kinds.add(ABOUT[pair.is_claim])
-                line = lines_of.setdefault(pair.length, dict.fromkeys(REPAIRS, ""))
-                line[pair.encoding] = text
-        lines += [[label, str(length), *line.values()] for length, line in sorted(lines_of.items())]
-    if not lines:
-        return None
-    notes = [
-        "as trained: perplexity; others: loss minus that as trained, in nats: below 0 is better;"
-        f" 95 % intervals: {' or '.join(sorted(interval_kinds))}",
-        "clipped: no distance that was not trained; log n: scores scaled for the number of keys;"
-        " window: distances and numbers of keys as in training",
-    ]
-    return Table(["pos_emb", "length", *REPAIRS], lines, notes, title)
 
 
 def how_made(comparisons: Sequence[Comparison]) -> list[str]:

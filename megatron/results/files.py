@@ -208,7 +208,7 @@ def _check_counts(row: Mapping[str, Any]) -> None:
         ("position_losses", [end - start for start, end in itertools.pairwise(edges)]),
     ):
         count = len(row.get(key) or ())
-        fits = count == windows or ("all_tokens" in row and count < windows)
+        fits = count == windows
         if sizes is not None:
             fits = count == len(sizes) and min(sizes, default=1) >= 1
         if count and not fits:

@@ -13,7 +13,6 @@ from pydantic import Field
 from typing_extensions import TypedDict  # pydantic checks rows by these types
 
 from megatron.protocols import BLOCK as BLOCK
-from megatron.protocols import LONGPPL as LONGPPL
 from megatron.protocols import OPTIONS, TASK
 
 Facts = dict[str, Any]  # some keys of a row
@@ -133,12 +132,11 @@ class Row(Question, Pieces, Answers, Collected, total=False):
 
     # The place: which measurement of the setting.
     length: Required[Count]  # tokens of a window
-    text: str  # 16 hex digits of the scored targets; longppl: of all targets
-    tokens: Required[Annotated[int, Field(ge=0)]]  # scored targets; longppl: key tokens
+    text: str  # 16 hex digits of the scored targets
+    tokens: Required[Annotated[int, Field(ge=0)]]  # scored targets
     # 16 hex digits of the scored targets, by token and place in the corpus, in reading order: equal
     # for rows of any length and protocol that score the same ones. Older files lack it.
     region: str
-    key_text: str  # longppl: 16 hex digits of the key tokens
 
     # The numbers.
     windows: Required[Count]
@@ -147,9 +145,6 @@ class Row(Question, Pieces, Answers, Collected, total=False):
     perplexity: Required[float | None]  # exp(loss)
     loss_stderr: float | None  # from the windows, allowing for correlated neighbours
     reason: str | None
-    all_tokens: int  # longppl: all targets, key tokens or not
-    all_loss: float | None  # longppl: mean over them
-    all_perplexity: float | None  # longppl: exp(all_loss)
     bytes: float  # UTF-8 bytes of the scored targets; the end of a document has none
     bytes_from: str  # tokenizer: counted exactly; card: tokens times the corpus's bytes per token
     bits_per_byte: float | None  # loss * tokens / (ln 2 * bytes)
@@ -161,7 +156,7 @@ class Row(Question, Pieces, Answers, Collected, total=False):
 
 VARIANT = tuple(Variant.__annotations__)
 SETTING = (*Setting.__annotations__, *SETTING_OPTIONS)
-PLACE = ("length", "text", "tokens", *PLACE_OPTIONS, "key_text")
+PLACE = ("length", "text", "tokens", *PLACE_OPTIONS)
 PROTOCOL_OPTIONS = ("task_args", *PLACE_OPTIONS, *SETTING_OPTIONS)
 PIECES = tuple(Pieces.__annotations__)
 BYTES = ("bytes", "bytes_from", "bits_per_byte")
@@ -183,7 +178,7 @@ SHOWN_IF_SET = (
 )
 OF_TRAINING = ("train_length", "step", "windows_per_step", "trained_on", "parent_model")
 EXPLAINS = {"pos_emb_args", "sweep", *SHOWN_IF_SET, *OF_TRAINING} - {"step", "quantization"}
-BOOKKEEPING = ("sweep", "config_hash", "checkpoint", "tokens", *PLACE_OPTIONS, "text", "key_text")
+BOOKKEEPING = ("sweep", "config_hash", "checkpoint", "tokens", *PLACE_OPTIONS, "text")
 _OF_MODEL = ("bos_token", *SHOWN_IF_SET, *OF_TRAINING)
 LABELS = ("pos_emb_args", *VARIANT, *_OF_MODEL, "seed", *SETTING, *BOOKKEEPING)
 RUN = ("pos_emb", *(key for key in LABELS if key not in (*EXPLAINS, *PLACE)))
@@ -350,10 +345,10 @@ def grouped(
 def with_regions(rows: Sequence[Row]) -> list[Row]:
     """Rows of any age, each with its region.
 
-    Older rows have only a hash of the targets' tokens, `text` or `key_text`. Their region is that
-    of a newer row of the same tokens, or else this hash; without a hash, the number of targets.
+    Older rows have only a hash of the targets' tokens, `text`. Their region is that of a newer row
+    of the same tokens, or else this hash; without a hash, the number of targets.
     """
-    tokens = [row.get("key_text") or row.get("text") or str(row["tokens"]) for row in rows]
+    tokens = [row.get("text") or str(row["tokens"]) for row in rows]
     regions = dict(zip(tokens, tokens, strict=True))
     for key, row in zip(tokens, rows, strict=True):
         if row.get("region", key) != key:

@@ -10,7 +10,6 @@ from megatron.results.labels import kinds, runs, sections
 from megatron.results.row import (
     BYTES,
     EXACT,
-    LONGPPL,
     MEAN,
     NOTES,
     PIECES,
@@ -49,7 +48,6 @@ OTHER_TOKENIZERS = (
     " that scored about the same bytes of the same part"
 )
 MEASURE_AGAIN = "measure again with evaluate.py where the tokenizer's files or a new card exist"
-FEW_KEYS = 1000  # key tokens, below which a perplexity is known to 15 % at best
 # Token accuracy of guessing, in percent, where answers have few values.
 GUESSES = {"task:parity": 50, "task:flip_flop": 50}
 
@@ -177,7 +175,6 @@ def _percent(number: float | None) -> str:
 
 
 PERPLEXITY = Quantity("perplexity", "perplexity", cell)
-OF_ALL_TARGETS = Quantity("all_perplexity", "over all targets, key tokens or not", cell)
 BITS = Quantity("bits_per_byte", "bits per byte", bits)
 TOKENS_RIGHT = Quantity("token_accuracy", "token accuracy: % of answer tokens right", _percent, 100)
 ANSWERS_RIGHT = Quantity("accuracy", "accuracy: % of answers right in every token", _percent, 100)
@@ -336,11 +333,6 @@ def _notes(
     for length in sorted(lengths & trained.keys()):
         which = f" {length} of {'; '.join(trained[length])}" if len(trained) > 1 else ""
         notes.append(f"* training length{which}")
-    for label, group in lines.items():
-        cells = sorted(OF_ALL_TARGETS.cells(group).items())
-        numbers = [f"{number} at {length}" for length, number in cells if number != "n/a"]
-        if numbers:
-            notes.append(f"{label}: {OF_ALL_TARGETS.name}: {', '.join(numbers)}")
     for label, group in groups.items():
         if each and (words := facts(group[0], differing)):
             notes.append(f"{label}: {words}")
@@ -370,8 +362,6 @@ def setting(rows: Sequence[Row]) -> str:
         facts.append(f"{tokens} tokens ({from_to(sizes[0], sizes[-1])})")
     if protocol and len({row.get("protocol") for row in rows}) == 1:
         facts.append(f"protocol {protocol}")
-    if protocol == LONGPPL and counts[-1] < FEW_KEYS:
-        facts.append(f"few key tokens: {tokens} of {first.get('all_tokens', 0):,} targets")
     for key in PROTOCOL_OPTIONS:
         value = first.get(key)
         shared = len({identity(row, [key]) for row in rows}) == 1

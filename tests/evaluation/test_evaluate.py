@@ -354,36 +354,6 @@ def test_each_method_has_rows_of_its_own_that_name_it(home, tmp_path, capsys):
     assert abs(loss[None, 64] - loss[15, 64]) > 1e-6
 
 
-def test_two_by_two_measures_each_repair_and_shows_them_in_one_table(
-    home, tmp_path, capsys, caplog
-):
-    clips = {3: {"clip_distance": 15}, 4: {"method": "rerope,window=15"}, 5: {}}
-    for step, clip in clips.items():
-        words = f"--checkpoint {home}/run --step {step} --lengths 16 64"
-        rows = rows_of(tmp_path / f"{step}.jsonl", words, "--two-by-two")
-        cells = [{}, clip, {"logn_scale": True}, clip | {"logn_scale": True}, {"window": 16}]
-        keys = ("clip_distance", "method", "logn_scale", "window")
-        expected = [cell for number, cell in enumerate(cells) if cell not in cells[:number]]
-        assert [{key: row[key] for key in keys if key in row} for row in rows[::2]] == expected
-        shown = capsys.readouterr().out
-        table = shown[shown.index("length  as trained") :]
-        if step == 5:  # learned
-            assert "n/a" in table
-            assert "--two-by-two: distances are not clipped: --clip-distance 15" in caplog.text
-            continue
-        # As the single options measure them.
-        option = " ".join(f"--{key.replace('_', '-')} {value}" for key, value in clip.items())
-        again = rows_of(tmp_path / f"again-{step}.jsonl", words, option, "--logn-scale off on")
-        assert [row["loss"] for row in again] == [*(row["loss"] for row in rows[2:4] + rows[6:8])]
-        losses = [row["loss"] for row in rows if row["length"] == 64]
-        (line,) = re.findall(rf"^{rows[0]['pos_emb']} +64 +(.*)$", table, flags=re.MULTILINE)
-        numbers = re.split(r"  +", line)
-        assert numbers == [
-            f"{math.exp(losses[0]):.1f}",
-            *(f"{loss - losses[0]:+.4f}" for loss in losses[1:]),  # one block has no interval
-        ]
-
-
 def test_a_row_has_losses_and_texts_of_single_targets_if_they_are_asked_for(folder, home, capsys):
     tokenizer = build_tokenizer("CharLevelTokenizer")
     for file in folder.glob("run/*/c*"):
@@ -531,8 +501,6 @@ def test_what_cannot_be_evaluated_is_one_message_and_writes_nothing(home, folder
         f"{file} --window wide": "argument --window: wide is not .* 16,777,216, or none, or train_",
         f"{file} --method rerop": "argument --method: rerop: no such method; did you mean rerope",
         f"{file} --method longrope": "argument --method: longrope: give longrope,factor=N,fac",
-        f"{file} --alpha nan": "argument --alpha: nan is not a number",
-        f"{run_folder} --two-by-two --window 16 --logn-scale on": "leave out --window, --logn-sc",
         f"{file} --logn-scale yes": "argument --logn-scale: yes: give on or off",
         f"{run_folder} --step 4 --sinks 2 --clip-distance 5 --method rerope rerope,window=17": (
             "--sinks 2: without a window(.|\\n)*--clip-distance 5: rotary has no table by distance"

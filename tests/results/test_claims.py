@@ -67,7 +67,6 @@ def only(text, measured):
         ("a > b (window 512) by 5 %, token accuracy at L", 1, 0.05, "token accuracy"),
         ("a loses 20 %, accuracy from L to 4L", -1, 0.2, "accuracy"),
         ("a loses at most 5 % from L to 4L", -1, -math.log(1.05), "perplexity"),
-        ("a gains, longppl from L to 4L", -1, 0, "longppl"),
     ],
 )
 def test_a_line_is_a_direction_and_a_size(text, sign, size, quantity):
@@ -258,17 +257,6 @@ def test_accuracies_of_tasks():
     assert only("a > b, accuracy at 64", clear).word == "holds"
     close = task_rows("a", [1.0, 1.0, 1.0]) + task_rows("b", [0.99, 0.99, 0.99])
     assert only("a > b, accuracy at 64", close).word == "undecided"
-
-
-def test_longppl_compares_the_same_key_tokens():
-    keys = {"protocol": "longppl", "key_text": "ef56", "window_losses": [3.0]}
-    measured = seeds("a", {512: [3, 3.1, 3.2]}, **keys) + seeds(
-        "b", {512: [4, 4.101, 4.202]}, **keys
-    )
-    assert only("a < b, longppl at L", measured).word == "holds"
-    assert only("a < b, perplexity at L", measured).reason == "a: no row with perplexity"
-    measured[0]["region"] = "of other keys"
-    assert "its key tokens are not those of the" in only("a < b, longppl at L", measured).reason
 
 
 def test_two_protocols_are_the_sides_of_a_claim_where_they_scored_the_same_targets():

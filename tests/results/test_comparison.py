@@ -1,12 +1,10 @@
 """Encodings against one of them: what is paired, what is a claim, and what is refused."""
 
-import math
-
 import numpy as np
 import pytest
 
 from megatron.errors import UserError
-from megatron.results.comparison_table import REPAIRS, tables, two_by_two
+from megatron.results.comparison_table import tables
 from tests.results.rows import against, row, row_of_blocks, seeds_of, texts, with_bytes
 
 # --- Claims ---
@@ -119,31 +117,6 @@ def test_the_same_blocks_are_paired_at_every_length():
     assert "n_eff: the number of independent blocks that would give the same error" in text
 
 
-def test_repairs_of_attention_stand_against_attention_as_trained_in_one_table():
-    clipped = {"a": {"method": "rerope,window=511"}, "b": {"clip_distance": 511}}
-    measured = []
-    for name, clip in clipped.items():
-        measured += seeds_of(name, [0.0, 0.01, -0.01])
-        measured += seeds_of(name, [-0.2, -0.21, -0.22], **clip)
-        measured += seeds_of(name, [0.1, 0.11, 0.09], logn_scale=True)
-        measured += seeds_of(name, [-0.3, -0.29, -0.31], logn_scale=True, **clip)
-        measured += seeds_of(name, [-0.4, -0.39, -0.41], window="train_length")
-        measured += seeds_of(name, [9.0], method="rerope,window=256")  # no cell of the table
-    measured += seeds_of("c", [0.0])
-    measured += seeds_of("c", [0.1], window=512)  # a window alone
-    table = two_by_two(measured, "A title")
-    assert table.head == ["pos_emb", "length", *REPAIRS]
-    assert [line[:2] for line in table.body] == [["a", "512"], ["b", "512"]]
-    differences = np.array([-0.2, -0.22, -0.21])
-    half = 4.302652729911275 * differences.std(ddof=1) / math.sqrt(3)  # Student's t, 2 df, 97.5 %
-    mean = differences.mean()
-    for line in table.body:
-        assert line[3] == f"{mean:+.4f} [{mean - half:+.4f}, {mean + half:+.4f}]"
-        assert [cell.split()[0] for cell in line[4:]] == ["+0.1000", "-0.3000", "-0.4000"]
-    assert "over seeds" in table.notes[0]
-    assert two_by_two([member for member in measured if member["pos_emb"] == "c"]) is None
-
-
 def test_several_seeds_with_a_text_each_are_paired_within_their_seed():
     rows = []
     for name, shift in (("a", 0.0), ("b", 0.1)):
@@ -158,18 +131,16 @@ def test_several_seeds_with_a_text_each_are_paired_within_their_seed():
 def test_what_is_no_pair_is_refused_with_the_reason():
     hard = texts()
     ends = {"loss": None, "perplexity": None, "reason": "positions end at 512"}
-    longppl = {"protocol": "longppl", "judge": "self"}
     refused = {
         "other text than a": row("b", hard, text="cd34"),
         "no losses by window in its results - measure it again": row("b", hard, window_losses=None),
         "b: positions end at 512": row("b", hard, **ends),
         "a was measured with another length alone": row("b", hard, length=1024),
         "a was measured with another part alone": row("b", hard, part="test"),
-        "its key tokens are not those of a - compare": row("b", hard, key_text="ef", **longppl),
     }
     for reason, other in refused.items():
         with pytest.raises(UserError, match=f"nothing can be compared with a:\n  b at .*{reason}"):
-            against([row("a", hard), row("a", hard, key_text="cd", **longppl), other])
+            against([row("a", hard), other])
     both = against([row("a", hard), row("b", hard, text="cd34"), row("c", hard + 1)])
     assert [pair.reason is None for pair in both] == [True, False, True]
     twice = [row("b", hard, text=text) for text in ("ab12", "cd34")]

@@ -52,9 +52,9 @@ def test_what_all_rows_share_stands_beneath_the_table():
     measured = rows("rotary", {512: 12.0, 1024: 12.1}, **variant)
     assert "protocol equal_tokens, window 512, logn_scale on\n" in table(measured)
     assert "protocol equal_tokens\n" in table(measured + rows("rotary", {512: 12.0}))
-    options = {"task_args": {"group": "S3"}, "alpha": 0.0, "beta": -2.0, "start": 0}
+    options = {"task_args": {"group": "S3"}, "tail": 128, "start": 0}
     optional = rows("rotary", {512: 12.0}, **options)
-    assert "protocol equal_tokens, task_args group S3, alpha 0.0, beta -2.0\n" in table(optional)
+    assert "protocol equal_tokens, task_args group S3, tail 128\n" in table(optional)
 
 
 def test_what_a_reader_must_know_of_numbers_is_noted():

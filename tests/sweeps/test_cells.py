@@ -94,24 +94,19 @@ def test_axes_are_settings_files_or_settings_under_a_name(tmp_path):
     assert [cell.name for cell in some.cells] == ["alibi-wide-1", "t5-wide-1"]
 
 
-def test_emojis_options_that_are_off_and_paths_as_of_a_shell_are_plain_values(
-    tmp_path, monkeypatch
-):
+def test_emojis_and_paths_as_of_a_shell_are_plain_values(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "base.yml").write_text("log_dir: ~/logs\n")
     text = TINY.replace("{", "{wandb_group: 😀, ", 1).replace(
         "data_path: text", "data_path: ~/text"
     )
     path = tmp_path / "mine.yml"
-    path.write_text(
-        f"base: [~/base.yml]\n{text}grid: {{seed: [1]}}\nevaluate: {{a: {{two_by_two: false}}}}\n"
-    )
+    path.write_text(f"base: [~/base.yml]\n{text}grid: {{seed: [1]}}\n")
     (cell,) = load_sweep(path, tmp_path / "𠮷田").cells
     assert cell.config["data_path"] == str(tmp_path / "text")
     assert cell.config["log_dir"] == str(tmp_path / "logs")
     assert cell.config["wandb_group"] == "😀"
     assert cell.config["save"] == str(tmp_path / "𠮷田/1")
-    assert cell.evaluations[0].words == ()
 
 
 def test_a_shipped_sweep_has_one_name_with_either_dash(tmp_path, monkeypatch):
