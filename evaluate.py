@@ -14,11 +14,9 @@ After an interruption, give the same command again: it continues.
 """
 
 import argparse
-from pathlib import Path
 from typing import NoReturn
 
 from megatron.config import Config
-from megatron.config.yaml_files import read_overrides
 from megatron.entry import run
 from megatron.errors import UserError
 from megatron.evaluation.evaluate_checkpoint import (
@@ -27,8 +25,6 @@ from megatron.evaluation.evaluate_checkpoint import (
     evaluate_as_published,
 )
 from megatron.evaluation.options import Options, add_options, number
-from megatron.harness.tasks import Tasks, evaluate_tasks
-from megatron.harness.tasks import table as table_of_tasks
 from megatron.parallel.grid import here
 from megatron.results.gain import table_of_gains
 from megatron.results.row import Row
@@ -40,15 +36,11 @@ def add_all_options(parser: argparse.ArgumentParser) -> None:
     add_options(parser)
     add = parser.add_argument
     tasks = "tasks of lm-evaluation-harness in place of perplexity (docs/harness.md)"
-    add("--tasks", nargs="+", metavar="NAME", help=tasks)
-    folder = "your own task files; Python functions that they name are run"
-    add("--task-folder", type=Path, metavar="DIR", help=folder)
+    add("--tasks", "--eval-tasks", "--eval_tasks", nargs="+", metavar="NAME", help=tasks)
     limit = "documents of each task at most, to try it out"
     add("--limit", type=number(1, 10**9), metavar="N", help=limit)
     shots = "examples in each prompt; default: the task's"
-    add("--shots", type=number(0, 1000), metavar="N", help=shots)
-    metadata = "what a task makes or chooses its texts by (docs/harness.md); may be given again"
-    add("--metadata", action="append", metavar="KEY=VALUE", help=metadata)
+    add("--num-fewshot", "--num_fewshot", type=number(0, 1000), metavar="N", help=shots)
 
 
 def main(config: Config | None, arguments: argparse.Namespace) -> None:
@@ -58,18 +50,14 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
     if arguments.tasks:
         if arguments.protocol:
             raise UserError("--protocol: tasks have protocols of their own; leave it out")
-        faults: list[str] = []
-        metadata = read_overrides(arguments.metadata or (), faults.append)
-        if faults:
-            raise UserError(f"--metadata: {faults[0]}; write --metadata key=value")
-        limits = (arguments.task_folder, arguments.limit, arguments.shots)
-        tasks = Tasks(arguments.tasks, *limits, metadata)
-        rows, output = evaluate_tasks(config, tasks, options)
+        from megatron.harness import evaluate_tasks  # needs packages that perplexity does not
+
+        limit, shots = arguments.limit, arguments.num_fewshot
+        tables, output = evaluate_tasks(config, arguments.tasks, options, limit=limit, shots=shots)
         if here().first:
-            print(table_of_tasks(rows))
-            print(f"written to {output}")
+            print(f"{tables}\nwritten to {output}")
         return
-    for option in ("task_folder", "limit", "shots", "metadata"):
+    for option in ("limit", "num_fewshot"):
         if getattr(arguments, option) is not None:
             name = option.replace("_", "-")
             raise UserError(f"--{name}: belongs to --tasks - name tasks too, or leave it out")

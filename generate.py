@@ -5,32 +5,32 @@ python generate.py --checkpoint runs/mep --temperature 0 < essay.txt
 python generate.py --checkpoint runs/mep --prompts many.txt --output answers.jsonl
 python deepy.py generate.py configs/mep.yml --window 512 --sinks 4 --max-new-tokens 2000
 
-One continuation goes to standard output, token by token, with a line feed at the end. Several are
-JSON lines, in the order of the prompts. The speed goes to standard error.
+One continuation goes to standard output, with a line feed at the end. Several are JSON lines, in
+the order of the prompts.
 """
 
 import argparse
 import json
 import logging
 import sys
-import time
 from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from megatron.config import Config
 from megatron.entry import run
 from megatron.errors import UserError, visible
-from megatron.evaluation.loaded_run import variant
+from megatron.evaluation.loaded_run import opened_with_tokenizer, variant
 from megatron.evaluation.methods import MeasuredAttention
-from megatron.evaluation.options import DTYPES, VARIED, add_attention
+from megatron.evaluation.options import DTYPES, VARIED, add_attention, number
 from megatron.files import check_output, read_small, write_output
-from megatron.generation.decode import NUMBERS, GenerationSettings, continued
-from megatron.generation.with_tokenizer import opened_with_tokenizer
+from megatron.generation import generated, prompt_ids
 from megatron.parallel.grid import device_alone
 from megatron.parallel.threads import count_parameters, use_threads
 
+MOST = 2**24  # tokens: beyond, positions are not exact in float32
+SETTINGS = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
 LONGEST = 1 << 26  # bytes of prompts, characters of standard input
 
 logger = logging.getLogger("megatron.generate")
@@ -46,15 +46,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("-o", "--output", type=Path, metavar="FILE", help=output)
     add("--checkpoint", type="path", metavar="DIR", help="folder of a run or of one checkpoint")
     add("--step", type=int, metavar="N", help="which checkpoint of the run; default: the latest")
-    for name, number in NUMBERS.items():
-        usual = getattr(GenerationSettings, name)
-        meaning = number.meaning if usual is None else f"{number.meaning}; default: {usual}"
-        option = f"--{name.replace('_', '-')}"
-        add(option, type=type(number.least), default=usual, metavar="X", help=meaning)
+    new = "tokens of a continuation at most; default: 64"
+    add("--max-new-tokens", type=number(1, MOST), default=64, metavar="N", help=new)
+    temperature = "divides the logits; 0: always the likeliest token; default: 1"
+    add("--temperature", type=float, default=1.0, metavar="X", help=temperature)
+    top_k = "draw among this many of the likeliest tokens"
+    add("--top-k", type=number(1, MOST), metavar="N", help=top_k)
+    top_p = "draw among the likeliest tokens that together have this probability"
+    add("--top-p", type=float, metavar="P", help=top_p)
+    penalty = "divides the logits of tokens in the text; 1: no penalty"
+    add("--repetition-penalty", type=float, default=1.0, metavar="X", help=penalty)
+    add("--seed", type=number(0, MOST), default=0, metavar="N", help="seed of the random draws")
+    samples = "continuations of each prompt; default: 1"
+    add("--samples", type=number(1, MOST), default=1, metavar="N", help=samples)
     stop = "end before this string; may be given several times; \\n is a line feed"
     add("--stop", action="append", default=[], metavar="TEXT", help=stop)
-    add("--ignore-eod", action="store_true", help="continue beyond the end of a document")
-    add("--no-cache", action="store_true", help="no cache: compute all tokens again for each one")
+    add("--no-cache", action="store_true", help="compute all tokens again for each new one")
     add_attention(parser, default=argparse.SUPPRESS)
     dtype = "of the model; tables stay float32"
     add("--dtype", choices=tuple(DTYPES), default="fp32", help=dtype)
@@ -64,16 +71,8 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
     """Continue what is asked for, and write it where it is wanted."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")
-    numbers = {name: getattr(arguments, name) for name in NUMBERS}
-    stops = [stop.replace("\\n", "\n").replace("\\t", "\t") for stop in arguments.stop]
-    settings = GenerationSettings(
-        **numbers,
-        stops=tuple(stops),
-        past_documents=arguments.ignore_eod,
-        cached=not arguments.no_cache,
-    )
-    settings.check()
-    output = arguments.output
+    stops = [stop.replace("\\n", "\n").replace("\\t", "\t") for stop in arguments.stop if stop]
+    output, samples = arguments.output, arguments.samples
     if output is not None:
         check_output(output)
     prompts = prompts_of(arguments)
@@ -88,53 +87,43 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
     model.use_attention(attention)
     model.to(device, DTYPES[arguments.dtype])
     use_threads(count_parameters(model), device)
+    settings = {name: getattr(arguments, name) for name in SETTINGS}
     facts = {
         "checkpoint": str(trained.path),
         "step": trained.record["step"],
         "config_hash": trained.record["config_hash"],
-        **{name: numbers[name] for name in numbers if name not in ("samples", "batch_size")},
+        **settings,
         "dtype": arguments.dtype,
         **variant(attention),
         **trained.begin_of_text,
     }
-    is_single = len(prompts) == 1 and settings.samples == 1 and output is None
-    rows: dict[tuple[int, int], dict[str, Any]] = {}
-    tokens = 0
-    begin = time.perf_counter()
+    lines = []
     try:
-        for texts in continued(model, tokenizer, prompts, settings):
-            tokens += len(texts)
-            if is_single:
-                piece = texts[0].written.take()
-                # A model may write what would move the cursor or more; files get it as it is.
-                sys.stdout.write(visible(piece) if sys.stdout.isatty() else piece)
-                sys.stdout.flush()
-            for text in texts:
-                if text.ended is not None:
-                    rows[text.number, text.sample] = {
-                        "prompt": prompts[text.number],
-                        "continuation": text.written.text,
-                        "prompt_number": text.number,
-                        "sample": text.sample,
-                        "prompt_tokens": len(text.prompt),
-                        "new_tokens": text.new,
-                        "ended": text.ended,
-                        **facts,
-                    }
-        if is_single:
-            sys.stdout.write("\n")
-        seconds = time.perf_counter() - begin
-        words = f"{trained.path}, config {facts['config_hash']}, seed {settings.seed}"
-        speed = f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s"
-        logger.info("%s (%s)", speed, words)
+        for number_of_prompt, prompt in enumerate(prompts):
+            ids = prompt_ids(model, tokenizer, prompt)
+            # Samples depend on the seed and the number of the prompt, not on other prompts.
+            settings["seed"] = arguments.seed + number_of_prompt
+            texts = generated(
+                model, tokenizer, ids, samples=samples, use_cache=not arguments.no_cache, **settings
+            )
+            for sample, new in enumerate(texts):
+                text = tokenizer.decode(new)
+                for stop in stops:
+                    text, _, _ = text.partition(stop)
+                row = {"prompt": prompt, "continuation": text, "prompt_number": number_of_prompt}
+                lines.append(row | {"sample": sample, "new_tokens": len(new)} | facts)
     finally:
         # If ctrl-C or a fault ends it, texts that are finished are written.
-        lines = "".join(json.dumps(rows[key], ensure_ascii=False) + "\n" for key in sorted(rows))
-        if output is None and not is_single:
-            sys.stdout.write(lines)
-        elif output is not None and lines:
-            write_output(output, lines.encode())
+        content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in lines)
+        if output is not None and lines:
+            write_output(output, content.encode())
             logger.info("written to %s", output)
+        elif len(prompts) == samples == 1:
+            text = "".join(row["continuation"] + "\n" for row in lines)
+            # A model may write what would move the cursor or more; files get it as it is.
+            sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
+        else:
+            sys.stdout.write(content)
 
 
 def prompts_of(arguments: argparse.Namespace) -> list[str]:

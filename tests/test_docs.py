@@ -54,14 +54,10 @@ SMALLER: list[tuple[str, list[str]]] = [
     ("train.py configs/", [*MODEL, *ONE]),
     ("evaluate.py configs/", [*MODEL, *EVALUATED, "eval_lengths=512,1024"]),
     ("tools/probe.py --checkpoint demo/", ["--trials", "1", "--depths", "2"]),
-    ("--tasks cloze", []),
     ("evaluate.py --checkpoint", ["eval_tokens=65536"]),
     ("--max-new-tokens", ["--max-new-tokens", "20"]),
 ]
-NEEDS_A_NETWORK = dict.fromkeys(  # and what is said without one
-    ("lambada_openai", "ruler --metadata", "babilong", "longbench2", "infinitebench", "helmet"),
-    "are downloaded once",
-)
+NEEDS_A_NETWORK = {"lambada_openai": "are downloaded once"}  # and what is said without one
 LAUNCHED = ("first.yml", "num_gpus")
 """In these commands deepy.py itself is run: it starts a new Python, whose imports take seconds.
 With others the script that it would start is run; test_deepy.py is about deepy.py."""
@@ -71,8 +67,6 @@ PAGES = (
     *("from_huggingface", "papers", "../README"),
 )
 FILES = (  # that a page shows
-    ("harness", "yaml", "tasks/cloze.yaml"),
-    ("harness", "json", "tasks/cloze.jsonl"),
     ("coming_from", "yaml", "neox.yml"),
     ("from_huggingface", "yaml", "graft.yml"),
 )
@@ -130,7 +124,6 @@ def clone(tmp_path_factory, forks) -> Path:
     swept.mkdir(parents=True)
     shutil.copy(DOCS / "results/cpu-environment.jsonl", swept / "results.jsonl")
     put_what_readers_have(folder)
-    (folder / "tasks").mkdir()
     (first,) = (block for block in blocks("docs/tutorial.md", "yaml") if "train_iters" in block)
     (folder / "first.yml").write_text(first)
     rehearsal = (DOCS / "tutorial" / "rehearsal.yml").read_text(encoding="utf-8")

@@ -159,15 +159,13 @@ def test_a_step_without_its_package_names_the_extra(light):
     bytes_of_text = ["tokenizer_type=CharLevelTokenizer", "--max-new-tokens", "4"]
     imported = [str(ROOT / "tools/import_checkpoint.py"), "models/neox", "-o", "runs/neox"]
     trained = [str(ROOT / "train.py"), "runs/mep/global_step10/config.yml", "train_iters=1"]
-    works, *others = light(
+    others = light(
         [
             [*generate, *bytes_of_text],
-            [*generate, *bytes_of_text, "--top-k", "4"],
             imported,
             [*trained, "data_path=task:copy", "save=runs/new"],
         ]
     )
-    assert works[0] == 0, works
     packages = ["transformers", "transformers", "deepspeed"]
     scripts = ["generate.py", "import_checkpoint.py", "train.py"]
     assert [result[0] for result in others] == [1, 1, 1]

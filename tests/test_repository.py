@@ -24,8 +24,9 @@ LEVELS = [
     {"checkpoints"},
     {"evaluation"},
     {"training", "conformance"},
+    {"report", "sweeps", "interop"},
     {"generation"},
-    {"report", "sweeps", "harness", "interop"},
+    {"harness"},
     {"entry"},
     {"__main__", "entries"},  # train.py, tools/ ... at the root
 ]

@@ -23,9 +23,8 @@ from megatron.config.schema import INPUTS, KEYS, file_names, plain
 from megatron.data.tokenizers.build import SentencePieces
 from megatron.data.tokenizers.hugging_face import BESIDE, METASPACE, WHOLE, Subwords
 from megatron.errors import UserError, cannot_write
-from megatron.evaluation.loaded_run import loaded_model
+from megatron.evaluation.loaded_run import loaded_model, tokenizer_of
 from megatron.files import folder_beside, umask
-from megatron.generation.with_tokenizer import tokenizer_of
 from megatron.interop import export_code
 from megatron.interop.families import FAMILIES, write_weights
 from megatron.interop.huggingface import compare_logits

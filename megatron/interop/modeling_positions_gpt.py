@@ -123,10 +123,10 @@ class PositionsGPTForCausalLM(PreTrainedModel, GenerationMixin):
     supports_gradient_checkpointing = True
     _keep_in_fp32_modules_strict = ["positions"]  # noqa: RUF012
 
-    def __init__(self, config: PositionsGPTConfig) -> None:
+    def __init__(self, config: PositionsGPTConfig, gpt: GPT | None = None) -> None:
         super().__init__(config)
         count = len(config.encodings or [])
-        self.gpt = GPT(
+        self.gpt = gpt or GPT(
             Architecture(**(config.architecture or {})),
             AttentionSettings(**(config.attention_settings or {})),
             positions=[build_position(config, index) for index in range(count)],

@@ -9,7 +9,6 @@ from itertools import product
 
 import pytest
 
-from megatron.harness.tasks import existing_rows
 from megatron.results.files import read_rows
 from megatron.results.probes import read_probes
 from tests.support import ROOT
@@ -101,19 +100,6 @@ def test_the_tables_by_recipe_are_means_of_the_rows(title):
     page = (ROOT / "docs/results/recipe.md").read_text(encoding="utf-8")
     section = page.split(f"\n{title}\n")[1].split("\n#")[0]
     assert by_recipe(*BY_RECIPE[title]) in section
-
-
-def test_the_table_of_tasks_has_the_numbers_of_its_rows():
-    folder = ROOT / "docs/results"
-    section = (folder / "pretrained.md").read_text(encoding="utf-8").split("\n## Tasks\n")[1]
-    lines = [line for line in section.splitlines() if line.startswith("| ") and " ± " in line]
-    shown = [line.split(" | ")[2:] for line in lines]
-    rows = existing_rows(folder / "pretrained/tasks.jsonl")
-    expected = [
-        [f"{row['length']:,}", f"{row['documents']}", f"{row['value']:.2f} ± {row['stderr']:.2f} |"]
-        for row in rows
-    ]
-    assert sorted(shown) == sorted(expected)
 
 
 def test_the_table_of_steps_has_the_perplexities_of_its_rows():

@@ -1,5 +1,0 @@
-"""Text from a trained model, token by token."""
-
-from megatron.generation.decode import continuation
-
-__all__ = ["continuation"]

@@ -1,0 +1,114 @@
+"""Tasks of lm-evaluation-harness on a checkpoint, by its own class for models of transformers."""
+
+import json
+import logging
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from megatron.config import Config
+from megatron.data.tokenizers.build import SentencePieces
+from megatron.data.tokenizers.hugging_face import Subwords
+from megatron.data.tokenizers.tokenizer import Tokenizer
+from megatron.errors import UserError, in_words
+from megatron.evaluation.evaluate_checkpoint import variants
+from megatron.evaluation.loaded_run import opened_with_tokenizer, variant
+from megatron.evaluation.methods import MeasuredAttention
+from megatron.evaluation.options import DTYPES, Options
+from megatron.files import check_output, write_text
+from megatron.generation import as_transformers
+from megatron.interop.export import tokenizer_files
+from megatron.parallel.grid import device_alone
+from megatron.parallel.threads import count_parameters, use_threads
+
+MARK = '{"protocol": "tasks"'  # how each line of an output begins
+
+logger = logging.getLogger(__name__)
+
+
+def evaluate_tasks(
+    config: Config | None,
+    names: Sequence[str],
+    options: Options,
+    *,
+    limit: int | None = None,
+    shots: int | None = None,
+) -> tuple[str, Path]:
+    """Ask tasks of the harness at every length, with every variant of attention.
+
+    names: of tasks, groups or tags; limit: documents of each task at most
+    shots: examples in each prompt; None: what the task says
+    options: checkpoint, step, lengths, output, dtype and variants, as in an evaluation; lengths:
+        tokens that the model sees at most, the training's if none is given
+
+    Returns the harness's tables, and the JSON lines that were written: for each variant and length
+    the harness's own results with the facts of the checkpoint.
+    Raises UserError for what cannot be asked or written.
+    """
+    try:
+        from lm_eval.evaluator import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.utils import make_table
+    except ImportError as fault:
+        raise UserError(
+            f"--tasks: {fault.name} is not installed - pip install 'lm-eval[hf]>=0.4.13,<0.5'"
+        ) from None
+    trained, tokenizer = opened_with_tokenizer(config, options.checkpoint, options.step)
+    model = trained.model
+    lengths = sorted(set(options.lengths)) or [model.train_length]
+    for length in lengths:
+        model.check_length(length)
+    attention = MeasuredAttention.of(trained.config.attention)
+    positions = [placed.position for placed in model.placed]
+    variations = variants(attention, options, positions, model.train_length)
+    output = options.output
+    if output is None:
+        joined = "+".join(sorted(name.replace("/", "_") for name in names))
+        output = trained.path.parent / "tasks" / f"{trained.path.name}-{joined[:60]}.jsonl"
+    check_output(output, MARK.encode())
+    lines = output.read_text(encoding="utf-8").splitlines(keepends=True) if output.exists() else []
+    device = device_alone()
+    model.to(device, DTYPES[options.dtype])
+    use_threads(count_parameters(model), device)
+    theirs = transformers_tokenizer(tokenizer, trained.tokenizer.get("bos_token"))
+
+    tables = []
+    for attention, length in product(variations, lengths):
+        model.use_attention(attention)
+        logger.info("%s at %d tokens", ", ".join(names), length)
+        hflm: Any = HFLM(
+            as_transformers(model), tokenizer=theirs, max_length=length, device=str(device)
+        )
+        try:
+            results: Any = simple_evaluate(
+                model=hflm, tasks=list(names), num_fewshot=shots, limit=limit, log_samples=False
+            )
+        except Exception as fault:  # whatever a task's code or the hub's library raises
+            raise UserError(
+                f"--tasks: {', '.join(names)}: {type(fault).__name__}: {in_words(fault)} - `lm-eval"
+                " ls tasks` lists the tasks; their data are downloaded once, with a network"
+            ) from fault
+        facts = {"protocol": "tasks", **trained.facts(attention), **trained.begin_of_text}
+        numbers = {key: results[key] for key in ("results", "n-shot", "n-samples", "versions")}
+        lines.append(json.dumps({**facts, "length": length, **numbers}, default=str) + "\n")
+        write_text(output, "".join(lines))  # at once: the longest length may fail
+        words = [f"{key} {value}" for key, value in variant(attention).items()]
+        tables.append(f"{', '.join([f'{length} tokens', *words])}\n{make_table(results)}")
+    return "\n".join(tables), output
+
+
+def transformers_tokenizer(tokenizer: Tokenizer, begin: str | None) -> Any:
+    """transformers' tokenizer with the ids of ours. begin: the token before each text, if any
+
+    UserError for tokenizers without a tokenizer.json.
+    """
+    from transformers import AutoTokenizer
+
+    if not isinstance(tokenizer, Subwords | SentencePieces):
+        raise UserError(f"--tasks: {tokenizer.name} has no tokenizer.json, which tasks need")
+    with TemporaryDirectory() as folder:
+        for name, text in tokenizer_files(tokenizer, begin, Path(folder)).items():
+            Path(folder, name).write_text(text, encoding="utf-8")
+        return AutoTokenizer.from_pretrained(folder)

@@ -1,1 +1,0 @@
-"""Tasks of lm-evaluation-harness, an optional package, on our checkpoints."""
