@@ -146,8 +146,6 @@ class Config(Sections):
             "linear_pos_emb": ", ".join(map(str, linear_entries(self.model))),
             "attention_gate": self.model.attention_gate,
             "softmax_type": None if softmax_type == "vanilla" else softmax_type,
-            "xsa": "true" if self.model.xsa else None,
-            "canon": self.model.canon,
             "optimizer_type": "Muon" if self.optimizer.optimizer.type == "Muon" else None,
         }
         return {key: value for key, value in facts.items() if value}

@@ -135,13 +135,10 @@ def _model(model: Model) -> Faults:
         "qk_norm": model.qk_norm,
         "clip_qkv": model.clip_qkv,
         "attention_gate": model.attention_gate,
-        "xsa": model.xsa,
     }
     for key, is_set in unread_keys.items():
         if is_set and ATTENTION not in kinds and LATENT in kinds:
             yield f"{key}: mla does not read it; drop this, or take attention in layers"
-    if "B" in (model.canon or "") and LATENT in kinds:
-        yield "canon: B convolves keys and values, which mla has only as a latent; leave B out"
     key_heads = model.linear_num_key_heads or heads
     value_heads = model.linear_num_value_heads or key_heads
     if value_heads % key_heads:
@@ -173,11 +170,6 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
         yield (
             "layers: gated_delta and kda carry a state, whose heads are not divided over ranks;"
             " set model_parallel_size: 1, or drop layers"
-        )
-    if parallel.model_parallel_size > 1 and model.canon:
-        yield (
-            "canon: its convolutions are not divided over ranks; set model_parallel_size: 1, or"
-            " drop canon"
         )
     if attention.window_layers and attention.window is not None:
         yield contradiction("window", "window_layers")

@@ -184,14 +184,6 @@ class Model(Section):
     """The sum that attention divides by: vanilla: of the keys' exponentials; off-by-one: that plus
     1; learnable: that plus exp(a), with a learned number a for each head of each layer, 0 at first
     (learned sinks, gpt-oss). As in Megatron-LM."""
-    xsa: bool = False
-    """Take from what each head reads its projection on the token's own value (exclusive
-    self-attention, arXiv 2603.09078)."""
-    canon: Annotated[str, Field(pattern="^(AB?C?D?|BC?D?|CD?|D)$")] | None = None
-    """Places in a layer of Canon layers (arXiv 2512.17351), which add to each feature a convolution
-    over the last 4 tokens: A: what attention reads; B: its queries, keys and values; C: what the
-    MLP reads; D: the MLP before its activation; ABCD: all. gated_delta and kda have a convolution
-    of their own in the place of B, which mla has not."""
     layers: Pattern[Literal["attention", "mla", "gated_delta", "kda"]] = ()
     """Kinds of layers, a repeated pattern such as `[gated_delta, gated_delta, gated_delta,
     attention]`: mla is attention with a latent (arXiv 2405.04434); gated_delta is Gated DeltaNet

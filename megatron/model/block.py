@@ -19,11 +19,10 @@ from megatron.model.gated_delta import (
     KimiDelta,
     LayerInputs,
     Ranks,
-    canon_layer,
     for_each_query_head,
 )
 from megatron.model.settings import Architecture
-from megatron.positions import Position, at_least_float32
+from megatron.positions import Position
 from megatron.positions.layers import ATTENTION, LATENT
 
 LATENT_EPSILON = 1e-6  # of the norms of latents, in DeepSeek's code and in Kimi's
@@ -239,18 +238,6 @@ def attend_with_encoding(
     return out[:, :, unread:]
 
 
-def without_own_value(out: Tensor, v: Tensor) -> Tensor:
-    """What heads read, less its projection on the query's own value (XSA, arXiv 2603.09078).
-
-    out [batch, heads, queries, head_dim], v [batch, key heads, queries, head_dim] -> as out;
-    out - (out·v) v / |v|², in float32
-    """
-    v = for_each_query_head(v, out.shape[1] // v.shape[1])
-    direction = F.normalize(at_least_float32(v), dim=-1)
-    along = (out * direction).sum(-1, keepdim=True)
-    return (out - along * direction).to(out.dtype)
-
-
 class Attention(nn.Module):
     """Parts that layers with an encoding share.
 
@@ -283,8 +270,6 @@ class SelfAttention(Attention):
     or one for each feature; the rows of W stand between q and k, as in the authors' code.
     heads_per_query: so many neighbouring heads have one q, which the encoding changes for each.
     qk_norm: full normalises all heads of a token together, before they are parted (OLMo 2).
-    xsa: see `without_own_value`; a gate multiplies what is left.
-    canon: B convolves q, k and v after their norms, in the order of the projection.
     """
 
     def __init__(self, model: Architecture) -> None:
@@ -306,8 +291,6 @@ class SelfAttention(Attention):
             self.key_norm = normalisation(key_heads * self.features, model)
         self.clip = model.clip_qkv
         self.dense = nn.Linear(width, hidden, bias=model.bias_in_attn_output)
-        self.exclusive = model.xsa
-        self.convolution = canon_layer(model, "B")
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         """x [batch, length, hidden] -> [batch, length - first_query, hidden]."""
@@ -321,10 +304,6 @@ class SelfAttention(Attention):
             first = 2 if self.normed_together else 4  # the features of all heads, or of each
             q = self.query_norm(q.flatten(first)).view_as(q)
             k = self.key_norm(k.flatten(first)).view_as(k)
-        if self.convolution is not None:
-            qkv = torch.cat([q, k, v], dim=3)  # [batch, length, key heads, heads, head_dim]
-            qkv = self.convolution(qkv.flatten(2), inputs).view_as(qkv)
-            q, k, v = qkv.split([q.shape[3], 1, 1], dim=3)
         if self.stretch != 1:
             q = q * self.stretch
         # [batch, heads or key heads, length, head_dim]
@@ -332,8 +311,6 @@ class SelfAttention(Attention):
         q = for_each_query_head(q, self.heads_per_query)
 
         out = attend_with_encoding(q, k, v, x, inputs, self.sink(x))
-        if self.exclusive:
-            out = without_own_value(out, v[:, :, inputs.first_query :])
         out = out.transpose(1, 2)  # [batch, queries, heads, head_dim]
         if self.gated:
             gate = gate[:, inputs.first_query :].reshape(batch, *out.shape[1:3], -1)
@@ -441,14 +418,10 @@ class MLP(nn.Module):
         self.activation = ACTIVATIONS[model.activation]
         self.dense_h_to_4h = nn.Linear(hidden, model.widened, bias=bias)
         self.dense_4h_to_h = nn.Linear(model.mlp_width, hidden, bias=bias)
-        self.convolution = canon_layer(model, "D")
 
-    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """x [batch, length, hidden] -> same."""
-        widened = self.dense_h_to_4h(x)
-        if self.convolution is not None:
-            widened = self.convolution(widened, inputs)
-        return self.dense_4h_to_h(self.activation(widened))
+        return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(x)))
 
 
 LAYERS = {
@@ -466,7 +439,6 @@ class Block(nn.Module):
     With parallel_residual both read the same x: x + attention(norm(x)) + mlp(norm(x)), and with
     shared_norm the same norm(x). norm_placement: post has the norms of what is added in their
     place, x + norm(attention(x)), and both has these beside them.
-    canon: A convolves what attention reads, and C what the MLP reads.
     kind: one of LAYERS, which stands in the place of attention
     """
 
@@ -481,11 +453,9 @@ class Block(nn.Module):
             return normalisation(model.hidden_size, model) if exists else nn.Identity()
 
         self.input_layernorm = norm(before)
-        self.attention_convolution = canon_layer(model, "A")
         self.attention = LAYERS[kind](model)
         self.attention_output_norm = norm(after)
         self.post_attention_layernorm = norm(before and not model.shared_norm)
-        self.mlp_convolution = canon_layer(model, "C")
         self.mlp = MLP(model)
         self.mlp_output_norm = norm(after)
 
@@ -494,17 +464,12 @@ class Block(nn.Module):
 
         inputs: what its kind reads beside x
         """
-        normed = read = self.input_layernorm(x)
-        if self.attention_convolution is not None:
-            read = self.attention_convolution(normed, inputs)
-        added = self.attention_output_norm(self.attention(read, inputs))
+        normed = self.input_layernorm(x)
+        added = self.attention_output_norm(self.attention(normed, inputs))
         first = x.shape[1] - added.shape[1]
         x, normed = x[:, first:], normed[:, first:]
         attended = read = x + F.dropout(added, self.dropout, self.training)
         if self.parallel_residual:
             read = normed if self.shared_norm else x
-        read = self.post_attention_layernorm(read)
-        if self.mlp_convolution is not None:
-            read = self.mlp_convolution(read, inputs)
-        added = self.mlp_output_norm(self.mlp(read, inputs))
+        added = self.mlp_output_norm(self.mlp(self.post_attention_layernorm(read)))
         return attended + F.dropout(added, self.dropout, self.training)

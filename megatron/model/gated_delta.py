@@ -70,12 +70,12 @@ class CausalConvolution(nn.Conv1d):
     def __init__(self, channels: int) -> None:
         super().__init__(channels, channels, CONVOLVED, groups=channels, bias=False)
 
-    def forward(self, x: Tensor, inputs: LayerInputs, name: str = "convolved") -> Tensor:
-        """[batch, channels, length] -> same; name: under which memory holds earlier tokens."""
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """[batch, channels, length] -> same."""
         memory = inputs.memory
         if inputs.context is not None:
-            memory[name] = tokens_before(x, inputs.context)
-        x = after_earlier(x, CONVOLVED - 1, memory, name)
+            memory["convolved"] = tokens_before(x, inputs.context)
+        x = after_earlier(x, CONVOLVED - 1, memory, "convolved")
         out = super().forward(x)
         if inputs.documents is not None:
             # The first tokens of a document once more, without those before it.
@@ -85,24 +85,6 @@ class CausalConvolution(nn.Conv1d):
             read = read * (tap >= CONVOLVED - 1 - place[:, None])[..., None]
             out[row, :, token] = torch.einsum("ntc,ct->nc", read, self.weight[:, 0])
         return out
-
-
-class CanonLayer(CausalConvolution):
-    """x and its causal convolution (Canon layers, arXiv 2512.17351), as in PhysicsLM4's code."""
-
-    def __init__(self, place: str, channels: int) -> None:
-        super().__init__(channels)
-        self.name = f"canon_{place}"
-
-    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
-        """[batch, length, channels] -> same."""
-        return x + super().forward(x.mT, inputs, self.name).mT
-
-
-def canon_layer(model: Architecture, place: str) -> CanonLayer | None:
-    """That of a place in a layer, a letter of `canon`; None if it is not among them."""
-    channels = model.canon_channels.get(place)
-    return None if channels is None else CanonLayer(place, channels)
 
 
 class GatedDelta(nn.Module):

@@ -174,7 +174,6 @@ class GPT(nn.Module):
             self.final_linear = nn.Linear(hidden, vocab, bias=model.use_bias_in_output)
         initialize(self, model)
         self.attention_layers = model.attention_layers
-        self.mlp_convolves = not {"C", "D"}.isdisjoint(model.canon_channels)
         # After `initialize`: an encoding sets its own first values.
         self.positions = nn.ModuleList(positions)
         self.linear_position = linear_position
@@ -286,7 +285,7 @@ class GPT(nn.Module):
             )
             if layer in self.plans:
                 read = replace(inputs[self.plans[layer]], cache=layer_cache, context=self.context)
-                if layer == len(self.layers) - 1 and not self.mlp_convolves:
+                if layer == len(self.layers) - 1:
                     read = replace(read, first_query=first)
             if recompute:
                 x = cast(Tensor, checkpoint(block, x, read, use_reentrant=False))

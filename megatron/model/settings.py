@@ -40,8 +40,6 @@ class Architecture:
     query_pre_attn_scalar: float | None = None
     attention_gate: Literal["head", "element"] | None = None
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
-    xsa: bool = False
-    canon: str | None = None
     layers: tuple[str, ...] = ()
     allow_neg_eigval: bool = False
     linear_num_key_heads: int | None = None
@@ -144,18 +142,6 @@ class Architecture:
     def projected_width(self) -> int:
         """Features of a token's queries, gates, keys and values together."""
         return self.key_heads * sum(self.widths_of_key_head)
-
-    @property
-    def canon_channels(self) -> dict[str, int]:
-        """Features that the Canon layers convolve, by their places."""
-        queries, _, keys, values = self.widths_of_key_head
-        channels = {
-            "A": self.hidden_size,
-            "B": self.key_heads * (queries + keys + values),
-            "C": self.hidden_size,
-            "D": self.widened,
-        }
-        return {place: channels[place] for place in self.canon or ""}
 
     @property
     def mlp_width(self) -> int:

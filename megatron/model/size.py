@@ -15,7 +15,7 @@ import torch
 
 from megatron.model import position_of_entry
 from megatron.model.block import LAYERS
-from megatron.model.settings import CONVOLVED, Architecture
+from megatron.model.settings import Architecture
 from megatron.positions.layers import (
     ATTENTION,
     LATENT,
@@ -44,11 +44,7 @@ def matrix_weights(model: Architecture, vocab: int) -> int:
     attention = model.projected_width + model.attention_width
     feed_forward = model.widened + model.mlp_width
     layer_weights = layers_of_kinds(model)[ATTENTION] * attention + model.num_layers * feed_forward
-    weights = model.hidden_size * (layer_weights + vocab) + other_weights(model)[0]
-    layers = {"B": layers_of_kinds(model)[ATTENTION]}
-    for place, channels in model.canon_channels.items():
-        weights += layers.get(place, model.num_layers) * channels * CONVOLVED
-    return weights
+    return model.hidden_size * (layer_weights + vocab) + other_weights(model)[0]
 
 
 def other_weights(model: Architecture) -> tuple[int, int]:

@@ -83,8 +83,6 @@ class Question(Variant, Setting, ProtocolOptions, total=False):
     linear_pos_emb: str  # encoding of layers with a state, such as "rotary (base: 1000000)"
     attention_gate: str  # head or element; none: no gate
     softmax_type: str  # off-by-one or learnable; none: vanilla
-    xsa: str  # true; none: false
-    canon: str  # places of Canon layers, such as ABCD; none: nowhere
     optimizer_type: str  # none: Adam
     origin: str  # Hugging Face's class of an imported model, whose seed is unknown
     quantization: str  # kinds that an import's weights were rounded to, as "Q4_K + Q6_K"; none: no
@@ -173,7 +171,7 @@ DEFAULTS.pop("dtype")
 # SHOWN_IF_SET: what a row has only where the model differs from the default. It stands beside the
 # text where all rows share it, else in labels, and has a column in the table of models.
 SHOWN_IF_SET = (
-    *("layer_kinds", "linear_pos_emb", "attention_gate", "softmax_type", "xsa", "canon"),
+    *("layer_kinds", "linear_pos_emb", "attention_gate", "softmax_type"),
     *("optimizer_type", "quantization"),
 )
 OF_TRAINING = ("train_length", "step", "windows_per_step", "trained_on", "parent_model")
@@ -207,8 +205,6 @@ COLUMNS = {
     "linear_pos_emb": "positions of states",
     "attention_gate": "gate",
     "softmax_type": "softmax",
-    "xsa": "xsa",
-    "canon": "canon",
     "optimizer_type": "optimizer",
     "quantization": "quantised to",
     "dtype": "dtype",

@@ -40,12 +40,9 @@ COMBINATIONS = {
     "gpt-j": ["parallel_residual=true", "shared_norm=true", "use_bias_in_output=true"],
     "bloom": ["embedding_norm=true", "clip_qkv=0.5", "query_pre_attn_scalar=5"],
     "olmo": [*LLAMA, "norm=layernorm", "use_weight_in_norms=false", "activation=geglu"],
-    "exclusive": [*GROUPED, "xsa=true", "attention_gate=head", "softmax_type=off-by-one"],
-    "canon": [*LLAMA, "canon=ABCD", "attention_gate=element", "qk_norm=full"],
+    "exclusive": [*GROUPED, "attention_gate=head", "softmax_type=off-by-one"],
     "latents": ["layers=[mla]", "v_head_dim=20", "q_lora_rank=12", "softmax_type=learnable"],
-    "latents beside attention": [
-        *("layers=[attention, mla]", "qk_rope_head_dim=8", *GROUPED, "canon=ACD")
-    ],
+    "latents beside attention": [*("layers=[attention, mla]", "qk_rope_head_dim=8", *GROUPED)],
     "layer norm of heads": ["qk_norm=true", "parallel_residual=true", "activation=relu"],
 }
 every_combination = pytest.mark.parametrize("parts", COMBINATIONS.values(), ids=COMBINATIONS)

@@ -47,9 +47,7 @@ OPTIONS = {
         "pos_emb_args={scaling: longrope, original_length: 24, long_factor: [2, 2, 3, 4],"
         " short_factor: [1, 1, 1, 1]}",
     ],
-    "grouped queries": [
-        *("pos_emb=rotary", "num_key_value_heads=2", "attention_gate=head", "xsa=true")
-    ],
+    "grouped queries": [*("pos_emb=rotary", "num_key_value_heads=2", "attention_gate=head")],
     "latents": [
         *("pos_emb=rotary", "layers=[mla, attention]", "qk_rope_head_dim=8", "v_head_dim=12"),
         *("reset_attention_mask=true", "reset_position_ids=true"),
@@ -57,10 +55,6 @@ OPTIONS = {
     "latents of a bias by content": ["pos_emb=fox", "layers=mla", "q_lora_rank=12"],
     "windows": ["pos_emb_layers=[rotary, fox]", "window_layers=[8, null]", SINKS],
     "recomputed": ["pos_emb=fox", "checkpoint_activations=true"],
-    "convolutions": [
-        *("canon=ABCD", "layers=[attention, kda]", "pos_emb=rotary", "num_key_value_heads=2"),
-        *("reset_attention_mask=true", "checkpoint_activations=true"),
-    ],
     "states": ["layers=[gated_delta, attention]", "allow_neg_eigval=true", *GROUPS],
     "states by feature": [
         *("layers=[kda, attention]", "checkpoint_activations=true", "linear_pos_emb=rotary"),

@@ -38,7 +38,6 @@ LLAMA = [
         "softmax_type=learnable",
         "norm_placement=both",
         "clip_qkv=2",
-        "xsa=true",
     ),
     *("embedding_norm=true", "use_bias_in_output=true", "query_pre_attn_scalar=5"),
 ]

@@ -31,12 +31,12 @@ def test_runs_of_one_encoding_differ_in_the_first_thing_that_differs():
 
 def test_unusual_layers_gates_and_optimizers_are_named():
     hybrid = row_at_512("none", layer_kinds="3 gated_delta + 1 attention", optimizer_type="Muon")
-    gated = {"attention_gate": "head", "canon": "ABCD"}
+    gated = {"attention_gate": "head", "softmax_type": "learnable"}
     gated = row_at_512(**gated, cell={"encoding": "rotary", "gate": "gated"})
     assert list(kinds([hybrid, row_at_512("none"), gated])) == [
         "none, layer_kinds 3 gated_delta + 1 attention, optimizer_type Muon",
         "none",
-        "rotary, attention_gate head, canon ABCD",
+        "rotary, attention_gate head, softmax_type learnable",
     ]
     both = "layer_kinds 3 gated_delta + 1 attention, optimizer_type Muon"
     assert select(f"none, {both}", runs([hybrid])) == "none"
