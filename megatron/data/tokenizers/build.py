@@ -199,12 +199,6 @@ class SentencePieces(Tokenizer):
     def end_of_document(self) -> str:
         return self._inner.id_to_piece(self.eod)
 
-    @property
-    def begin_of_text(self) -> dict:
-        """bos and bos_token of checkpoint.json: its begin of a sentence; {} if it has none."""
-        number = self._inner.bos_id()
-        return {} if number < 0 else {"bos": number, "bos_token": self._inner.id_to_piece(number)}
-
 
 # --- By name ---
 

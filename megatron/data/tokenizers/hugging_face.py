@@ -143,15 +143,6 @@ class Subwords(Tokenizer):
         assert token is not None  # its id was found by the token
         return token
 
-    @property
-    def begin_of_text(self) -> dict:
-        """bos and bos_token of checkpoint.json: what its files put before a text; or {}."""
-        with naming_faults("vocab_file: cannot encode 'a'", "give a tokenizer that has it"):
-            text = self._inner.encode("a")
-        if text.special_tokens_mask[:1] != [1]:
-            return {}
-        return {"bos": text.ids[0], "bos_token": text.tokens[0]}
-
     def to_json(self) -> str:
         """The text of its tokenizer.json."""
         content = json.loads(self._inner.to_str())
@@ -292,7 +283,7 @@ def end_of_document(file: Path, vocab: Mapping[str, int], added: Collection[str]
     In OPT's vocabulary <|endoftext|> is an ordinary token, and documents end with </s>.
     """
     eos_token = eos_token_beside(file)
-    if END_OF_DOCUMENT in added or eos_token not in vocab:
+    if eos_token is None or END_OF_DOCUMENT in added or eos_token not in vocab:
         return END_OF_DOCUMENT
     return eos_token
 
