@@ -386,6 +386,8 @@ def test_a_model_keeps_how_texts_begin_and_end(form, tokenizers, tmp_path):
     assert record["eod"] == (before.eos_token_id if form == "pair" else END)
     generation = json.loads((out / "generation_config.json").read_text())
     assert generation["eos_token_id"] == [401, 0]
+    card = (out / "README.md").read_text()
+    assert not re.search(r"^\| (step|precision of the training|seed) \|", card, re.MULTILINE)
 
 
 def test_a_bare_sentencepiece_model_begins_texts_as_llama(tokenizers, tmp_path):
@@ -406,7 +408,8 @@ def test_the_commands_of_the_guide_run_and_write_a_card(tmp_path, monkeypatch):
     old = {"path": str(tmp_path / "old"), "step": 7, "config_hash": "aa11", "weights": "bb22"}
     origin = {"source": str(tmp_path / "tiny"), "architecture": None, "kind": "gpt-neox"}
     more = {"parent": old, "parent_model": "rotary step 7", "origin": origin}
-    a_run(tmp_path / "runs", "pos_emb=mep_free", vocab=512, **more)
+    stages = "seq_length_schedule=[[32,2],[16,9]]"
+    a_run(tmp_path / "runs", "pos_emb=mep_free", stages, vocab=512, **more)
     (tmp_path / "runs" / "run").rename(tmp_path / "runs" / "mep")
     monkeypatch.chdir(tmp_path)
     done = call(*command.split())
@@ -419,6 +422,7 @@ def test_the_commands_of_the_guide_run_and_write_a_card(tmp_path, monkeypatch):
     for line in (
         "license: unknown",
         "| step | 5 |",
+        "| training length | 32 tokens from step 1, 16 tokens from step 3 |",  # the last is to come
         "| origin | tiny (gpt-neox) |",
         "| parent | rotary step 7, config aa11, weights bb22 |",
         note,
