@@ -34,6 +34,7 @@ OF_TRAIN = {
     "deepspeed",
     "huggingface_hub",
     "jinja2",
+    "lm_dataformat",
     "markupsafe",
     "matplotlib",
     "pyarrow",

@@ -90,7 +90,7 @@ def test_every_other_package_is_one_of_the_extra():
     imported = third_party(set().union(*map(imports, PRODUCT)))
     assert imported - LIGHT_NAMES - BY_PYDANTIC - OPTIONAL == OF_TRAIN
     names = {canonicalize_name(Requirement(text).name) for text in EXTRAS["train"]}
-    unused = {"lm-dataformat", "tensorboard"}  # of tests, and by torch itself
+    unused = {"tensorboard"}  # by torch itself
     brought = {"markupsafe", "pyarrow"}  # by Jinja2 and datasets
     assert {canonicalize_name(name) for name in OF_TRAIN - brought} == names - unused
 

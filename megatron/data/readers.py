@@ -14,12 +14,13 @@ import tarfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from reprlib import Repr
 from typing import IO, Any, NamedTuple, TypeVar
 
 import zstandard
+from lm_dataformat import handle_jsonl
 
 from megatron.errors import UserError
 from megatron.files import sha256_of
@@ -301,7 +302,13 @@ class Files(Corpus):
                 self._unpack(name, len(chunk))
                 yield chunk
         except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError, MemoryError) as error:
-            raise UserError(f"{name}: is cut off or damaged ({error}) - copy it again") from None
+            fault, fix = "is cut off or damaged", "copy it again"
+            if "Dictionary mismatch" in str(error):
+                fault, fix = (
+                    "was packed with a dictionary",
+                    "unpack it first: `zstd -d -D DICTIONARY`",
+                )
+            raise UserError(f"{name}: {fault} ({error}) - {fix}") from None
 
 
 Reader = Callable[[Files, str, IO[bytes]], Iterator[str]]
@@ -432,18 +439,17 @@ def value_at(entry: Any, key: str) -> Any:
 
 
 def text_of(entry: Any, keys: Sequence[str], where: str) -> str:
-    """The text of an entry, as lm_dataformat stores it.
+    """The text of an entry, as lm_dataformat reads it.
 
     An entry is a bare string, or an object with text or a list of paragraphs under a key.
     """
-    if isinstance(entry, str):
-        return entry
     values = (value_at(entry, key) for key in keys)
-    text = next((value for value in values if value is not None), None)
-    if isinstance(text, list) and all(isinstance(part, str) for part in text):
-        text = "\n\n".join(text)
-    if isinstance(text, str):
-        return text
+    value = next((value for value in values if value is not None), None)
+    document = entry if isinstance(entry, str) else {"text": value}
+    with suppress(TypeError):  # of a list that holds more than strings
+        [text] = handle_jsonl([document], False, autojoin_paragraphs=True, para_joiner="\n\n")
+        if isinstance(text, str):
+            return text
     raise UserError(
         f"{where}: has no text under '{' or '.join(keys)}', it is {ABRIDGED.repr(entry)} - say"
         " which key holds the text with --text-key, or remove the entry"

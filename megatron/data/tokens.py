@@ -47,9 +47,10 @@ class TokenFile:
     tokens: their sum; meta: the contents of PREFIX.json, {} if there is none
     """
 
-    def __init__(self, prefix: Path, vocab: int | None = None) -> None:
-        self.prefix = prefix
-        bin_file, index_file, card = (_with(prefix, suffix) for suffix in (".bin", ".idx", ".json"))
+    def __init__(self, prefix: str | Path, vocab: int | None = None) -> None:
+        self.prefix = Path(prefix)
+        suffixes = (".bin", ".idx", ".json")
+        bin_file, index_file, card = (_with(self.prefix, suffix) for suffix in suffixes)
         # pointers: byte offset of each document; extent: bytes of PREFIX.bin
         self.dtype, self.sizes, self._pointers, extent = read_index(index_file)
         self._bin = Stored(bin_file)
@@ -105,7 +106,7 @@ class TokenFile:
                 f" {Path.cwd()}) - make them with prepare_data.py, for instance `python"
                 " prepare_data.py stdlib`; files elsewhere are copied to this machine first"
             )
-        return cls(Path(prefix), vocab)
+        return cls(prefix, vocab)
 
     @property
     def vocab_size(self) -> int | None:

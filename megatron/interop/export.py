@@ -12,7 +12,7 @@ import jinja2
 import torch
 import yaml
 from safetensors import SafetensorError
-from tokenizers import Regex, Tokenizer, decoders, normalizers
+from tokenizers import Regex, Tokenizer, decoders, normalizers, processors
 from torch import Tensor
 
 from megatron.checkpoints.manifest import QUANTIZATION, SETTINGS, imported_class, write_record
@@ -109,18 +109,20 @@ def export(run: str | Path, folder: str | Path, *, step: int | None = None) -> E
     except UserError as fault:
         logger.warning("%s", fault)
         notes.append("No tokenizer: its files were not found.")
-    begin = trained.tokenizer.get("bos_token")
     if tokenizer is not None and not isinstance(tokenizer, Subwords | SentencePieces):
         notes.append(f"No tokenizer: {tokenizer.name} has no tokenizer.json.")
     form = form_of(model, exported)
     end = trained.tokenizer.get("eod")
-    ends = {"bos_token_id": trained.tokenizer.get("bos", end), "eos_token_id": end}
+    ends = {
+        "bos_token_id": trained.tokenizer.get("bos", end),
+        "eos_token_id": trained.tokenizer.get("eos_token_id", end),
+    }
     try:
         with folder_beside(folder) as temporary:
             files: dict[str, str] = {}
             if isinstance(tokenizer, Subwords | SentencePieces):
                 try:
-                    files = tokenizer_files(tokenizer, begin, temporary)
+                    files = tokenizer_files(tokenizer, trained.tokenizer, temporary)
                 except UserError as fault:
                     notes.append(f"No {fault}; {PIECES} is in the folder.")
             settings = {**form.settings, **ends, "dtype": "float32"}
@@ -259,32 +261,42 @@ def compare(folder: Path, form: ExportForm, model: GPT) -> dict[int, float]:
 
 
 def tokenizer_files(
-    tokenizer: Subwords | SentencePieces, begin: str | None, folder: Path
+    tokenizer: Subwords | SentencePieces, record: Mapping[str, Any], folder: Path
 ) -> dict[str, str]:
     """tokenizer.json and tokenizer_config.json, which give a text the ids that ours gives it.
 
-    begin: the token before each text, if the model reads one there
+    record: its entry in checkpoint.json
     folder: the new one, which gets a SentencePiece model as it is
     UserError if there is no such tokenizer.json.
     """
+    begin = record.get("bos_token")
     if isinstance(tokenizer, SentencePieces):
         (folder / PIECES).write_bytes(tokenizer.content)
         content = json.loads(converted(tokenizer, begin, folder).to_str())
     else:
         content = json.loads(tokenizer.to_json())
-    processor = content.get("post_processor") or {}
-    if begin is None and processor.get("type") != "ByteLevel":  # others add tokens of their own
+    processor = content.get("post_processor") or {"type": "ByteLevel"}
+    adds_tokens = processor["type"] != "ByteLevel"
+    if begin is None and adds_tokens:
         content["post_processor"] = None
+    elif begin is not None and not adds_tokens:
+        inner = Tokenizer.from_str(json.dumps(content))
+        inner.post_processor = processors.TemplateProcessing(
+            single=[begin, "$A"], special_tokens=[(begin, record["bos"])]
+        )
+        content = json.loads(inner.to_str())
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_bos_token": begin is not None,
         "bos_token": begin or tokenizer.end_of_document,
-        "eos_token": tokenizer.end_of_document,
+        "eos_token": record.get("eos_token", tokenizer.end_of_document),
         "unk_token": None,
         "model_max_length": NO_LIMIT,
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
     }
+    if "chat_template" in record:
+        settings["chat_template"] = record["chat_template"]
     # As the tokenizers library writes it, so that its hash is that of most originals.
     return {
         name: json.dumps(value, ensure_ascii=False, indent=2)
@@ -322,13 +334,20 @@ def card(
 
     name: of the folder; record: checkpoint.json; notes: sentences for the reader
     """
+    contexts = []
+    ends = [stage.until for stage in config.training.seq_length_schedule]
+    for first in (1, *(end + 1 for end in ends if end and end < record["step"])):
+        stage = config.training.stage_of(first)
+        length = (stage and stage.seq_length) or config.model.seq_length
+        contexts.append(f"{length} tokens from step {first}" if ends else f"{length} tokens")
     environment = jinja2.Environment(keep_trailing_newline=True)
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         architecture=form.architecture,
         name=name,
         own_class=bool(form.sources),
         label=config.label,
-        seed=None if imported_class(record) else config.training.seed,
+        is_imported=imported_class(record) is not None,
+        context=", ".join(contexts),
         config=config,
         record=record,
         notes=notes,

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from megatron.config import Config
 from megatron.config.config import COPY
 from megatron.data.tokenizers.build import SentencePieces, build_tokenizer
 from megatron.data.tokenizers.hugging_face import BESIDE, WHOLE, Subwords
-from megatron.data.tokenizers.tokenizer import Tokenizer, description
+from megatron.data.tokenizers.tokenizer import description, naming_faults
 from megatron.errors import UserError, cannot_write
 from megatron.files import folder_beside
 from megatron.folder_lock import owned_folder
@@ -36,10 +37,22 @@ from megatron.positions import fingerprint
 
 logger = logging.getLogger(__name__)
 
-FORM = "2"  # of imports: earlier ones put no token before a text
+FORM = "3"  # of imports: earlier ones kept no chat template
 ON_THE_FLY = Path("runs/imported")
 BY_ENDING = {".model": "SPMTokenizer", ".tiktoken": "TiktokenTokenizer"}
 PAIR = ("vocab.json", "merges.txt")  # GPT-2's tokenizer
+NAMES = {"HFTokenizer": (WHOLE,), "SPMTokenizer": (PIECES,), "GPT2BPETokenizer": PAIR}
+"""The files of a tokenizer as transformers looks for them."""
+GENERATION = "generation_config.json"
+BESIDE_TOKENIZER = (
+    huggingface.SETTINGS,
+    GENERATION,
+    BESIDE,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+"""What transformers reads beside the files of a tokenizer."""
 
 LENGTH = 256  # tokens of a text that is compared, at most
 TEXTS = 2
@@ -198,6 +211,7 @@ def sums_of(kind: str, folder: Path) -> dict[str, str]:
     if kind in ("huggingface", "exported"):
         files = [folder / huggingface.SETTINGS, *sorted(folder.glob(huggingface.WEIGHTS))]
         files += paths_of(files_in(folder))
+        files += [folder / name for name in BESIDE_TOKENIZER if (folder / name).is_file()]
     written = read_record(folder).get("files", {}) if has_sums(folder) else {}
     return {file.name: (written.get(file.name) or entry_of(file))["sha256"] for file in files}
 
@@ -212,7 +226,7 @@ def tokenizer_of(
     """
     folder, rows = opened.folder, opened.model.vocab
     files = files_in(source_place)
-    notes = []
+    notes: list[str] = []
     tokenizer = None
     if files is not None:
         try:
@@ -242,37 +256,78 @@ def tokenizer_of(
             f"tokenizer: it has {tokenizer.vocab_size} tokens, the embedding of {folder} has {rows}"
             " rows - give the tokenizer that it was trained with"
         )
-    first = {} if opened.kind == "gpt-neox" else first_token(source_place, tokenizer)
-    if first:
+    facts = {}
+    if files and opened.kind != "gpt-neox" and isinstance(tokenizer, Subwords | SentencePieces):
+        try:
+            facts = facts_of_texts(source_place, files, tokenizer)
+        except UserError as fault:
+            notes.append(str(fault))
+        if kept := facts.keys() - {"bos", "bos_token"}:
+            notes.append(
+                f"an export has {', '.join(sorted(kept))} of {folder} again; here texts end with"
+                f" {tokenizer.end_of_document} alone"
+            )
+    if "bos_token" in facts:
         notes.append(
-            f"texts begin with {first['bos_token']} (bos_token), as the tokenizer of {folder} has"
+            f"texts begin with {facts['bos_token']} (bos_token), as the tokenizer of {folder} has"
             " it: in generation, in tasks, and in the place of a window's first token"
         )
-    return files, description(tokenizer) | first, notes
+    return files, description(tokenizer) | facts, notes
 
 
-def first_token(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
-    """bos and bos_token of what a source's files put before each text, as transformers reads them.
+def facts_of_texts(
+    source: Path, files: TokenizerSource, tokenizer: Subwords | SentencePieces
+) -> dict[str, Any]:
+    """What transformers' own tokenizer of a source says of texts, for checkpoint.json.
 
-    The post_processor of tokenizer.json says it. For SentencePiece, add_bos_token of
-    tokenizer_config.json does, which is true for Llama and Mistral where nothing is said.
+    bos, bos_token: what it puts before each text
+    eos_token, eos_token_id: where turns of a chat end otherwise than documents; chat_template
+    Raises UserError if transformers cannot read it.
     """
-    if isinstance(tokenizer, SentencePieces):
-        beside = folder / BESIDE
-        settings = huggingface.read_json(beside) if beside.is_file() else {}
-        is_put = settings.get("add_bos_token", not has_sums(folder))
-        return tokenizer.begin_of_text if is_put else {}
-    return tokenizer.begin_of_text if isinstance(tokenizer, Subwords) else {}
+    import transformers  # only here: importing it takes seconds
+
+    transformers.logging.set_verbosity_error()
+    read = {
+        name: folder / name
+        for folder in (source, files.vocab.parent)
+        for name in BESIDE_TOKENIZER
+        if (folder / name).is_file()
+    }
+    read |= dict(zip(NAMES[files.kind], (files.vocab, files.merges), strict=False))
+    settings = huggingface.read_json(read[BESIDE]) if BESIDE in read else {}
+    options = {}
+    if files.kind == "SPMTokenizer":
+        # Where nothing is said, Llama and Mistral were trained with <s>. transformers 5 forgets it.
+        options["add_bos_token"] = settings.get("add_bos_token", True)
+    fault = f"{source}: transformers cannot read its tokenizer"
+    consequence = "whether a token stands before each text is not known, and none is put there"
+    with TemporaryDirectory() as place, naming_faults(fault, consequence):
+        for name, file in read.items():
+            Path(place, name).symlink_to(file.absolute())
+        theirs = transformers.AutoTokenizer.from_pretrained(
+            place, local_files_only=True, trust_remote_code=False, **options
+        )
+        text = theirs("a", return_special_tokens_mask=True)
+    generation = read.get(GENERATION) or read.get(huggingface.SETTINGS)
+    usual = (None, tokenizer.eod, tokenizer.end_of_document)
+    texts = {
+        "eos_token": theirs.eos_token,
+        "eos_token_id": generation and huggingface.read_json(generation).get("eos_token_id"),
+        "chat_template": theirs.chat_template,
+    }
+    facts = {key: value for key, value in texts.items() if value not in usual}
+    if text["special_tokens_mask"][:1] == [1]:
+        [first, *_] = text["input_ids"]
+        facts |= {"bos": first, "bos_token": theirs.convert_ids_to_tokens(first)}
+    return facts
 
 
 def paths_of(files: TokenizerSource | None) -> list[Path]:
-    """The files themselves, and the one beside tokenizer.json that names the end of a text."""
+    """The files themselves, and the one beside them that names the end of a text."""
     if files is None:
         return []
-    beside = files.vocab.with_name(BESIDE)
-    if files.vocab.name == WHOLE and beside.is_file():
-        return [files.vocab, beside]
-    return [file for file in (files.vocab, files.merges) if file is not None]
+    named = (files.vocab, files.merges, files.vocab.with_name(BESIDE))
+    return [file for file in named if file is not None and file.is_file()]
 
 
 def files_in(place: Path) -> TokenizerSource | None:

@@ -15,8 +15,8 @@ from megatron.model import GPT
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 PIECES = "tokenizer.model"  # of SentencePiece
-HUB_FILES = ("*.safetensors", "*.json", PIECES, "merges.txt", SETTINGS)
-"""Files that are downloaded: weights, settings and tokenizer, and no code."""
+HUB_FILES = ("*.safetensors", "*.json", PIECES, "merges.txt", "chat_template.jinja", SETTINGS)
+"""Files that are downloaded: weights, settings, tokenizer and chat template, and no code."""
 OF_ANOTHER_PROGRAM = "consolidated*"  # a second copy of Mistral's weights
 PREFIX = "gpt."  # of the names of weights in an export that has our own class
 

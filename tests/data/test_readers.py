@@ -86,6 +86,9 @@ def test_every_kind_of_file_gives_its_documents_back():
 def test_entries_of_json_lines_are_read_as_lm_dataformat_writes_them():
     content = '\ufeff"bare"\n\n{"text": ["one", "two"]}\r\n{"text": "a\\ud800b \\ud83d\\ude42"}'
     assert read("c.jsonl", content.encode())[0] == ["bare", "one\n\ntwo", "a\ufffdb 🙂"]
+    for entry in (b'{"text": ["one", 2]}', b"7", b'{"meta": "one"}'):
+        with pytest.raises(UserError, match="has no text under 'text'"):
+            read("c.jsonl", entry)
     beside = b'{"text": "one", "sum": ' + b"7" * 5000 + b', "mean": NaN}'
     assert read("c.jsonl", beside)[0] == ["one"]
     several = b'{"text": null, "body": "a"}\n{"body": "b", "text": "c"}'
@@ -137,9 +140,13 @@ def test_a_folder_that_cannot_be_read_is_named(monkeypatch):
 
 def test_a_damaged_file_is_an_error_and_not_a_shorter_corpus():
     tar = packed({"a.txt": b"one", "b.txt": b"two"})
+    samples = [f'{{"text": "sample {number}"}}'.encode() for number in range(1000)]
+    dictionary = zstandard.train_dictionary(1000, samples)
+    with_dictionary = zstandard.ZstdCompressor(dict_data=dictionary).compress(lines(TEXTS))
     cases = [
         ("c.jsonl.gz", gzip.compress(lines(TEXTS))[:-20], "is cut off or damaged (Compressed file"),
         ("c.jsonl.zst", zstandard.compress(lines(TEXTS))[:-20], "inside its last zstd frame"),
+        ("c.jsonl.zst", with_dictionary, "was packed with a dictionary"),
         ("c.parquet", table(TEXTS)[:-20], "cannot be read as a table"),
         ("c.parquet", table([None]), "row 1: has no text under 'text', it is {'text': None} - say"),
         ("c.json", b"[" * 10**5, "cannot be read as JSON in UTF-8 (maximum recursion"),

@@ -193,9 +193,13 @@ def test_without_endoftext_the_end_is_what_the_file_beside_it_says():
     file, settings = Path("tokenizer.json"), Path("tokenizer_config.json")
     model = models.WordLevel({"Hello": 0, "</s>": 1, "world": 2, "None": 3}, unk_token="Hello")
     Tokenizer(model).save(str(file))
-    for nothing in ({"eos_token": "<end>"}, {"eos_token": None}, {}):
-        settings.write_text(json.dumps(nothing))
-        with pytest.raises(UserError, match=r"no eos_token of tokenizer_config.json beside it"):
+    for content, message in (
+        ({"eos_token": "<end>"}, r"'<end>', the eos_token of .* is no token of it"),
+        ({"eos_token": None}, r"no eos_token of tokenizer_config\.json beside it"),
+        ({}, r"no eos_token of tokenizer_config\.json beside it"),
+    ):
+        settings.write_text(json.dumps(content))
+        with pytest.raises(UserError, match=message):
             build_tokenizer("HFTokenizer", file)
     hashes = set()
     for end, number in (("</s>", 1), ({"content": "</s>", "lstrip": False}, 1), ("world", 2)):
@@ -204,6 +208,25 @@ def test_without_endoftext_the_end_is_what_the_file_beside_it_says():
         assert tokenizer.eod == number
         hashes.add(tokenizer.hash)
     assert len(hashes) == 2  # token files of one are not those of the other
+
+
+def test_documents_of_opt_end_with_its_eos_token(folder):
+    """Its vocabulary has GPT-2's <|endoftext|> as an ordinary token."""
+    whole = json.loads((folder / "whole" / "tokenizer.json").read_text())
+    vocab = whole["model"]["vocab"]
+    end = vocab["</s>"] = len(vocab)
+    whole["added_tokens"] = []
+    Path("tokenizer.json").write_text(json.dumps(whole))
+    Path("vocab.json").write_text(json.dumps(vocab))
+    pair = (Path("vocab.json"), folder / "slow" / "merges.txt")
+    for kind, files in (("HFTokenizer", ["tokenizer.json"]), ("GPT2BPETokenizer", pair)):
+        Path("tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+        before = build_tokenizer(kind, *files)
+        assert before.eod == vocab[END]
+        Path("tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+        tokenizer = build_tokenizer(kind, *files)
+        assert tokenizer.eod == end
+        assert tokenizer.hash != before.hash
 
 
 def unigram(end):
@@ -230,6 +253,7 @@ def test_wrong_files_are_explained(folder):
         "foreign": b"#version: 0.2\nzq xq\n",
         "t5.json": unigram(END),
         "marked": b"\xef\xbb\xbf" + vocab_text.encode(),
+        "llama3.model": ranks_file(),
         "cut.model": (folder / "tokenizer.model").read_bytes()[:3000],
         "cl100k_base.tiktoken": ranks_file(),
         "mine.tiktoken": ranks_file(),
@@ -247,6 +271,7 @@ def test_wrong_files_are_explained(folder):
         ("HF", "t5.json", "the number that ends documents - take"),
         ("HF", "cut.model", "use tokenizer_type: SPMTokenizer, which does"),
         ("SPM", "cut.model", "is not a SentencePiece model: "),
+        ("SPM", "llama3.model", "holds tiktoken's ranks"),
         ("SPM", "no_end.model", "has neither <|endoftext|> nor an end of a sentence"),
         ("Tiktoken", "cl100k_base.tiktoken", "is not the file that was published under that name"),
         ("Tiktoken", "mine.tiktoken", "does not say its pattern, and nothing is fetched - give"),

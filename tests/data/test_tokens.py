@@ -57,7 +57,7 @@ def same_bytes(first, second):
 
 
 def test_the_reference_file_and_each_number_type_are_read_and_written_byte_for_byte():
-    tokens = TokenFile.open(GOLDEN)
+    tokens = TokenFile(str(GOLDEN))
     assert (len(tokens), tokens.tokens, tokens.dtype, tokens.meta) == (600, 171109, np.uint16, {})
     assert (tokens.sizes.dtype, tokens.sizes.sum()) == (np.int32, 171109)
     same_bytes(write("again", documents_of(tokens)), GOLDEN)

@@ -14,11 +14,18 @@ import huggingface_hub
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from safetensors import SafetensorError
 from sentencepiece import SentencePieceTrainer
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    LlamaTokenizer,
+)
 
 from megatron.checkpoints.read import load_for_evaluation
 from megatron.config import load
@@ -30,7 +37,13 @@ from megatron.interop import open_model
 from megatron.interop.export import export
 from megatron.interop.export_code import sources
 from megatron.interop.families import FAMILIES
-from megatron.interop.importing import description, import_checkpoint, import_if_foreign
+from megatron.interop.importing import (
+    TokenizerSource,
+    description,
+    facts_of_texts,
+    import_checkpoint,
+    import_if_foreign,
+)
 from megatron.model import from_config
 from megatron.positions import FILES, REGISTRY
 from tests.encodings import every_signature
@@ -329,6 +342,65 @@ def test_the_tokenizer_gives_the_same_ids(kind, tokenizers, tmp_path):
         assert load_for_evaluation(back)[2]["tokenizer"] == description(built)
 
 
+@pytest.mark.parametrize("form", ["pair", "whole"])
+def test_a_model_keeps_how_texts_begin_and_end(form, tokenizers, tmp_path):
+    """pair: as OPT, with </s> before each text, and <|endoftext|> as an ordinary token.
+
+    whole: a chat model, whose turns end with a token of their own
+    """
+    source, out = tmp_path / "source", tmp_path / "out"
+    config = transformers.OPTConfig(
+        vocab_size=410,
+        hidden_size=8,
+        word_embed_proj_dim=8,
+        ffn_dim=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        max_position_embeddings=16,
+    )
+    theirs = transformers.OPTForCausalLM(config)
+    theirs.generation_config.eos_token_id = [401, 0]
+    theirs.save_pretrained(source)
+    if form == "pair":
+        vocab, merges = tokenizers["GPT2BPETokenizer"]
+        ids = json.loads(vocab.read_text()) | {"</s>": 400}
+        (source / "vocab.json").write_text(json.dumps(ids))
+        (source / "merges.txt").write_bytes(merges.read_bytes())
+        settings = {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True, "eos_token": "</s>"}
+        settings["bos_token"] = "</s>"
+    else:
+        whole = Tokenizer.from_file(str(tokenizers["HFTokenizer"][0] / "tokenizer.json"))
+        whole.add_special_tokens(["<|im_end|>"])
+        whole.save(str(source / "tokenizer.json"))
+        settings = {"eos_token": "<|im_end|>", "chat_template": "{{ messages[0].content }}"}
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    record = load_for_evaluation(import_checkpoint(source, tmp_path / "run").path)[2]["tokenizer"]
+    export(tmp_path / "run", out)
+
+    before, after = map(AutoTokenizer.from_pretrained, (source, out))
+    assert len(before("").input_ids) == 1
+    for text in TEXTS:
+        assert after(text).input_ids == before(text).input_ids
+    assert (after.eos_token, after.chat_template) == (before.eos_token, before.chat_template)
+    assert record["bos"] == before("").input_ids[0]
+    assert record["eod"] == (before.eos_token_id if form == "pair" else END)
+    generation = json.loads((out / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [401, 0]
+    card = (out / "README.md").read_text()
+    assert not re.search(r"^\| (step|precision of the training|seed) \|", card, re.MULTILINE)
+
+
+def test_a_bare_sentencepiece_model_begins_texts_as_llama(tokenizers, tmp_path):
+    vocab, _ = tokenizers["SPMTokenizer"]
+    files = TokenizerSource("SPMTokenizer", vocab)
+    facts = facts_of_texts(tmp_path, files, build_tokenizer(*files))
+    (tmp_path / "tokenizer.model").write_bytes(vocab.read_bytes())
+    theirs = LlamaTokenizer.from_pretrained(tmp_path, add_bos_token=True)
+    assert facts == {"bos": theirs("a").input_ids[0], "bos_token": "<s>"}
+    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false}')
+    assert facts_of_texts(tmp_path, files, build_tokenizer(*files)) == {}
+
+
 def test_the_commands_of_the_guide_run_and_write_a_card(tmp_path, monkeypatch):
     guide = (ROOT / "docs" / "exporting.md").read_text(encoding="utf-8")
     [command] = re.findall(r"```bash\npython (.*)\n```", guide)
@@ -336,7 +408,8 @@ def test_the_commands_of_the_guide_run_and_write_a_card(tmp_path, monkeypatch):
     old = {"path": str(tmp_path / "old"), "step": 7, "config_hash": "aa11", "weights": "bb22"}
     origin = {"source": str(tmp_path / "tiny"), "architecture": None, "kind": "gpt-neox"}
     more = {"parent": old, "parent_model": "rotary step 7", "origin": origin}
-    a_run(tmp_path / "runs", "pos_emb=mep_free", vocab=512, **more)
+    stages = "seq_length_schedule=[[32,2],[16,9]]"
+    a_run(tmp_path / "runs", "pos_emb=mep_free", stages, vocab=512, **more)
     (tmp_path / "runs" / "run").rename(tmp_path / "runs" / "mep")
     monkeypatch.chdir(tmp_path)
     done = call(*command.split())
@@ -349,6 +422,7 @@ def test_the_commands_of_the_guide_run_and_write_a_card(tmp_path, monkeypatch):
     for line in (
         "license: unknown",
         "| step | 5 |",
+        "| training length | 32 tokens from step 1, 16 tokens from step 3 |",  # the last is to come
         "| origin | tiny (gpt-neox) |",
         "| parent | rotary step 7, config aa11, weights bb22 |",
         note,

@@ -329,7 +329,8 @@ def test_a_name_of_the_hub_is_downloaded_without_code(folder, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     assert open_model("someone/tiny")[0].vocab == VOCAB
     allowed = set(downloads["someone/tiny"]["allow_patterns"])
-    assert allowed == {"*.safetensors", "*.json", "tokenizer.model", "merges.txt", "config.yml"}
+    texts = {"tokenizer.model", "merges.txt", "chat_template.jinja"}
+    assert allowed == {"*.safetensors", "*.json", "config.yml", *texts}
     assert import_if_foreign("someone/tiny").name.startswith("tiny-")
     with pytest.raises(UserError, match=r"someone/other: is not a folder here, and .* --local-dir"):
         open_model("someone/other")

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -139,6 +140,8 @@ class Ranks(Tokenizer):
 
 # --- SentencePiece ---
 
+RANK = re.compile(rb"[\w+/]+=* \d+\s")  # a token in base64, and its number
+
 
 class SentencePieces(Tokenizer):
     """The tokenizer of a SentencePiece model, without begin and end of a sentence.
@@ -161,6 +164,12 @@ class SentencePieces(Tokenizer):
         )
 
         content = read_bytes(path, "vocab_file")
+        if RANK.match(content):  # the original/tokenizer.model of Llama 3
+            raise UserError(
+                f"vocab_file: {path} holds tiktoken's ranks and is no SentencePiece model - give"
+                " the tokenizer.json of the model's folder at Hugging Face (tokenizer_type:"
+                " HFTokenizer)"
+            )
         with naming_faults(f"vocab_file: {path} is not a SentencePiece model", "copy it again"):
             model = ModelProto.FromString(content)
             self.eod = SentencePieceProcessor(model_proto=content).eos_id()
@@ -189,12 +198,6 @@ class SentencePieces(Tokenizer):
     @property
     def end_of_document(self) -> str:
         return self._inner.id_to_piece(self.eod)
-
-    @property
-    def begin_of_text(self) -> dict:
-        """bos and bos_token of checkpoint.json: its begin of a sentence; {} if it has none."""
-        number = self._inner.bos_id()
-        return {} if number < 0 else {"bos": number, "bos_token": self._inner.id_to_piece(number)}
 
 
 # --- By name ---

@@ -5,7 +5,7 @@ tokenizer.json, or a folder that holds one.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -143,15 +143,6 @@ class Subwords(Tokenizer):
         assert token is not None  # its id was found by the token
         return token
 
-    @property
-    def begin_of_text(self) -> dict:
-        """bos and bos_token of checkpoint.json: what its files put before a text; or {}."""
-        with naming_faults("vocab_file: cannot encode 'a'", "give a tokenizer that has it"):
-            text = self._inner.encode("a")
-        if text.special_tokens_mask[:1] != [1]:
-            return {}
-        return {"bos": text.ids[0], "bos_token": text.tokens[0]}
-
     def to_json(self) -> str:
         """The text of its tokenizer.json."""
         content = json.loads(self._inner.to_str())
@@ -209,17 +200,18 @@ def gpt2(vocab_path: Path, merge_path: Path) -> Subwords:
             " HFTokenizer"
         )
     check_numbers(list(vocab.values()), vocab_path)
-    missing = {*pre_tokenizers.ByteLevel.alphabet(), END_OF_DOCUMENT} - vocab.keys()
+    end = end_of_document(vocab_path, vocab)
+    missing = {*pre_tokenizers.ByteLevel.alphabet(), end} - vocab.keys()
     if missing:
         raise UserError(
-            f"vocab_file: {vocab_path} lacks {len(missing)} of the 256 bytes and {END_OF_DOCUMENT},"
+            f"vocab_file: {vocab_path} lacks {len(missing)} of the 256 bytes and {end},"
             " which ends every document - give GPT-2's vocab.json, or one that has them"
         )
     fault = f"merge_file: {merge_path} does not belong to {vocab_path}"
     with naming_faults(fault, "give the pair that came together"):
         bpe = ByteLevelBPETokenizer.from_file(str(vocab_path), str(merge_path))
-    fingerprint = hash_of(vocab_text, merges_text)
-    return Subwords("GPT2BPETokenizer", bpe._tokenizer, vocab[END_OF_DOCUMENT], fingerprint)
+    fingerprint = hash_of(vocab_text, merges_text, *unusual(end))
+    return Subwords("GPT2BPETokenizer", bpe._tokenizer, vocab[end], fingerprint)
 
 
 def hugging_face(path: Path) -> Subwords:
@@ -253,28 +245,27 @@ def hugging_face(path: Path) -> Subwords:
     vocab = inner.get_vocab(with_added_tokens=True)
     check_numbers(list({*vocab.values()}), path)
 
-    end, fingerprint = END_OF_DOCUMENT, hash_of(text)
-    if end not in vocab:
-        beside = path.with_name(BESIDE)
-        settings = beside.is_file() and as_json(read_text(beside, "vocab_file"))
-        end = (settings or {}).get("eos_token")
-        if isinstance(end, dict):
-            end = end.get("content")
-        end = end if isinstance(end, str) else ""
-        fingerprint = hash_of(text, end)
+    added_tokens = content.get("added_tokens", [])
+    end = end_of_document(path, vocab, {token["content"] for token in added_tokens})
     eod = vocab.get(end)
     if eod is None:
+        eos_token = eos_token_beside(path)
+        why = f"'{eos_token}', the eos_token of {BESIDE}, is no token of it - name one that is"
+        if eos_token is None:
+            why = (
+                f"no eos_token of {BESIDE} beside it - add it to its special tokens, or copy that"
+                " file too"
+            )
         raise UserError(
-            f"vocab_file: {path} has no {END_OF_DOCUMENT}, which ends every document, and no "
-            f"eos_token of {BESIDE} beside it - add it to its special tokens, or copy that file too"
+            f"vocab_file: {path} has no {END_OF_DOCUMENT}, which ends every document, and {why}"
         )
-    for token in content.get("added_tokens", []):
+    for token in added_tokens:
         if token["id"] == eod and not token["special"]:
             # Those are looked for in documents: each could contain its own end.
             token["special"] = True
             with naming_faults(*reading):
                 inner = tokenizers.Tokenizer.from_str(json.dumps(content))
-    built = Subwords("HFTokenizer", inner, eod, fingerprint)
+    built = Subwords("HFTokenizer", inner, eod, hash_of(text, *unusual(end)))
     if eod in built.encode(f"one {end} two{end}three"):
         raise UserError(
             f"vocab_file: {path} gives the text '{end}' in a document the number that ends"
@@ -284,3 +275,29 @@ def hugging_face(path: Path) -> Subwords:
     if isinstance(inner.model, tokenizers.models.BPE) and inner.model.unk_token is None:
         inner.model.unk_token = NO_TOKEN
     return built
+
+
+def end_of_document(file: Path, vocab: Mapping[str, int], added: Collection[str] = ()) -> str:
+    """<|endoftext|>, or the eos_token beside a tokenizer's file where the former is not `added`.
+
+    In OPT's vocabulary <|endoftext|> is an ordinary token, and documents end with </s>.
+    """
+    eos_token = eos_token_beside(file)
+    if eos_token is None or END_OF_DOCUMENT in added or eos_token not in vocab:
+        return END_OF_DOCUMENT
+    return eos_token
+
+
+def eos_token_beside(file: Path) -> str | None:
+    """eos_token of the tokenizer_config.json beside a tokenizer's file, or None."""
+    beside = file.with_name(BESIDE)
+    settings = as_json(read_text(beside, "vocab_file")) if beside.is_file() else None
+    token = (settings or {}).get("eos_token")
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def unusual(end: str) -> list[str]:
+    """What a fingerprint names beside the files: an end of documents other than <|endoftext|>."""
+    return [] if end == END_OF_DOCUMENT else [end]
