@@ -187,6 +187,7 @@ lint: $(INSTALLED)
 	$(PY) -m pyright
 	$(PY) -m codespell_lib
 	$(VENV)/bin/hadolint Dockerfile
+	$(PY) -m tests.count_nodes
 
 format: $(INSTALLED)
 	$(PY) -m ruff check --fix-only .
