@@ -22,7 +22,7 @@ from megatron.model.gated_delta import (
     canon_layer,
     for_each_query_head,
 )
-from megatron.model.settings import Architecture
+from megatron.model.settings import Architecture, ResidualOutput
 from megatron.positions import Position, at_least_float32
 from megatron.positions.layers import ATTENTION, LATENT
 
@@ -305,7 +305,7 @@ class SelfAttention(Attention):
             self.query_norm = normalisation(query_heads * self.features, model)
             self.key_norm = normalisation(key_heads * self.features, model)
         self.clip = model.clip_qkv
-        self.dense = nn.Linear(width, hidden, bias=model.bias_in_attn_output)
+        self.dense = ResidualOutput(width, hidden, bias=model.bias_in_attn_output)
         self.exclusive = model.xsa
         self.convolution = canon_layer(model, "B")
 
@@ -367,7 +367,9 @@ class LatentAttention(Attention):
         self.latent_key = nn.Linear(hidden, rank + encoded, bias=bias)
         self.latent_norm = nn.RMSNorm(rank, LATENT_EPSILON)
         self.key_value = nn.Linear(rank, self.heads * (plain + value_features), bias=False)
-        self.dense = nn.Linear(self.heads * value_features, hidden, bias=model.bias_in_attn_output)
+        self.dense = ResidualOutput(
+            self.heads * value_features, hidden, bias=model.bias_in_attn_output
+        )
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         """x [batch, length, hidden] -> [batch, length - first_query, hidden]."""
@@ -440,7 +442,7 @@ class MLP(nn.Module):
         hidden, bias = model.hidden_size, model.use_bias_in_mlp
         self.activation = ACTIVATIONS[model.activation]
         self.dense_h_to_4h = nn.Linear(hidden, model.widened, bias=bias)
-        self.dense_4h_to_h = nn.Linear(model.mlp_width, hidden, bias=bias)
+        self.dense_4h_to_h = ResidualOutput(model.mlp_width, hidden, bias=bias)
         self.convolution = canon_layer(model, "D")
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
