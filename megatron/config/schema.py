@@ -694,7 +694,7 @@ class Launch(Section):
     num_nodes: Positive | None = None
     """Machines of the hostfile to use; unset: all."""
     hostfile: str | None = None
-    """File with lines `host slots=8`; unset: this machine alone, without ssh."""
+    """File with lines `host slots=8`; unset or absent: this machine alone, without ssh."""
     include: str | None = None
     """Devices to use: `host:0,2@other` with a hostfile, `localhost:0,2` without."""
     exclude: str | None = None
