@@ -50,6 +50,8 @@ def train(config: Config, grid: Grid) -> Path | None:
     A signal ends the process with 128 + its number. Raises UserError if something does not fit,
     which is found before the engine is built, or a loss is not finite.
     """
+    if config.precision.dtype == "fp16" and grid.device.type == "cpu":
+        raise UserError("precision: fp16 needs a CUDA device - use bf16 or fp32 on the CPU")
     save_to = config.checkpoint.save
     places = {"log_dir": config.logging.log_dir, "save": save_to}
     folders = {Path(place).resolve(): (key, place) for key, place in places.items() if place}
