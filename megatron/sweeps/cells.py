@@ -256,6 +256,15 @@ def load_sweep(
         lines = [f"{file}: {len(points) - len(cells)} of {len(points)} cells cannot be run"]
         lines += [f"{names[0]} ({len(names)} cells): {fault}" for fault, names in faulty.items()]
         raise UserError("\n".join(lines))
+    same: dict[str, str] = {}  # the first cell with these settings, which may be spelt otherwise
+    for cell in cells:
+        settings = cell.config.flat().items()
+        of_training = {key: value for key, value in settings if value != str(cell.folder)}
+        first = same.setdefault(json.dumps(of_training, default=str), cell.name)
+        if first != cell.name:
+            raise UserError(
+                f"{file}: {first} and {cell.name} are one training - give every value once"
+            )
     return Sweep(file.stem, file, home, tuple(cells))
 
 
@@ -438,7 +447,6 @@ def finished_rows(sweep: Sweep) -> list[Row]:
     rows: list[Row] = []
     for cell in sweep.cells:
         facts = {"sweep": sweep.name, "cell": cell.values}
-        facts["seconds_per_step"] = seconds_per_step(cell)
         with contextlib.suppress(UserError):  # the data are absent
             parts = open_parts(cell.config.data, ["train"])
             files = parts["train"].files
@@ -446,6 +454,7 @@ def finished_rows(sweep: Sweep) -> list[Row]:
                 facts["corpus_documents"] = sum(map(len, files))
                 facts["corpus_tokens"] = sum(int(tokens.tokens) for tokens in files)
         try:
+            facts["seconds_per_step"] = seconds_per_step(cell)
             for evaluation in cell.evaluations:
                 for row in cell.rows(evaluation):
                     rows.append(cast(Row, {**row, **facts}))
@@ -477,9 +486,16 @@ def rows_within_trainings(sweep: Sweep) -> list[Row]:
     for cell in sweep.cells:
         facts = {"sweep": sweep.name, "cell": cell.values}
         for path in sorted((cell.folder / "evaluation").glob("*-global_step*.jsonl")):
-            for row in existing_results(path):
-                if row["config_hash"] in cell.config.hashes:
-                    rows.append(with_facts(row, facts))
+            try:
+                measured = existing_results(path)
+            except UserError as fault:
+                logger.warning("%s: left out: %s", cell.name, fault)
+                continue
+            rows += [
+                with_facts(row, facts)
+                for row in measured
+                if row["config_hash"] in cell.config.hashes
+            ]
     return rows
 
 

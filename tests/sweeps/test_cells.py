@@ -124,6 +124,12 @@ def test_a_shipped_sweep_has_one_name_with_either_dash(tmp_path, monkeypatch):
         load_sweep("kerple-tabel3")
 
 
+@pytest.mark.parametrize("axis", ["seed: [42, 42.0]", "split: ['8,1,1', [8, 1, 1]]"])
+def test_a_value_in_two_spellings_is_refused(tmp_path, axis):
+    with pytest.raises(UserError, match=r"give every value once"):
+        sweep_of(tmp_path, f"{TINY}grid: {{{axis}}}\n")
+
+
 # --- How far a cell is ---
 
 
@@ -241,7 +247,9 @@ def test_results_of_another_sweep_are_neither_replaced_nor_emptied(path, tmp_pat
     assert reproduced.stdout.count("missing") == 36
 
 
-def test_rows_within_trainings_are_collected_with_their_cells_in_a_file_of_their_own(tmp_path):
+def test_rows_within_trainings_are_collected_with_their_cells_in_a_file_of_their_own(
+    tmp_path, caplog
+):
     measures = "{extrapolation_interval: 2, extrapolation: {protocol: tail, tail: 16}, "
     settings = TINY.replace("{", measures, 1)
     text = f"{settings}grid: {{pos_emb: [alibi, t5], seed: [1]}}\n"
@@ -255,5 +263,12 @@ def test_rows_within_trainings_are_collected_with_their_cells_in_a_file_of_their
     collected = read_rows([sweep.folder / "training.jsonl"])
     assert [row["cell"] for row in collected] == [cell.values for cell in sweep.cells]
     assert [row["pos_emb"] for row in collected] == ["alibi", "t5"]
+    damaged = sweep.cells[0].folder / "evaluation" / "text-valid-global_step2-tail.jsonl"
+    damaged.write_text(damaged.read_text().replace('"step": 2', '"step": 3'))
+    (sweep.cells[1].folder / "metrics.jsonl").write_text("{\n")
+    collect(sweep)
+    [row] = read_rows([sweep.folder / "training.jsonl"])
+    assert row["pos_emb"] == "t5"
+    assert all(f"{cell.name}: left out: " in caplog.text for cell in sweep.cells)
     with pytest.raises(UserError, match="extrapolation: --protocol: invalid choice: 'tails'"):
         sweep_of(tmp_path, text.replace("protocol: tail,", "protocol: tails,"))
