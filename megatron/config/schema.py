@@ -441,6 +441,11 @@ class Training(Section):
     """Save and stop, with exit status 0, this many minutes after the process started. Also
     accepted: exit_duration_in_mins."""
 
+    @property
+    def validation_interval(self) -> int:
+        """Steps between validations of at least one batch; 0: never."""
+        return self.eval_interval if self.eval_iters else 0
+
     def stage_of(self, step: int) -> Stage | None:
         """The stage of a step, the first of which is 1; None after the last one."""
         stages = self.seq_length_schedule

@@ -25,8 +25,8 @@ from pydantic import (
     model_validator,
 )
 
-from megatron.checkpoints.manifest import read_record
-from megatron.checkpoints.saved import find, latest_step, with_parent
+from megatron.checkpoints.manifest import ENGINE_STATE, read_record
+from megatron.checkpoints.saved import find, folder_of, latest_step, with_parent
 from megatron.config import Config, load, messages
 from megatron.config.schema import KEYS, SECTIONS
 from megatron.config.yaml_files import find_file, read_file
@@ -395,6 +395,15 @@ class State:
     note: str = ""
 
 
+def is_trained(cell: Cell, step: int) -> bool:
+    """Whether its training has ended well at this last step: then the engine's state is gone.
+
+    With the state a kill may have come before the last rows of extrapolation_interval.
+    """
+    path = folder_of(cell.folder, step)
+    return step >= cell.steps and (path.is_symlink() or not any(path.glob(ENGINE_STATE)))
+
+
 def state_of(cell: Cell) -> State:
     """How far a cell is. A failure is shown until the next attempt begins."""
     failure = cell.folder / "failure.txt"
@@ -405,21 +414,21 @@ def state_of(cell: Cell) -> State:
             if trained not in cell.config.hashes:
                 note = f"{cell.folder} holds a run of configuration {trained},"
                 return State("foreign", step, note=f"{note} not {cell.config.hash}")
-        is_trained = step >= cell.steps
+        trained_well = is_trained(cell, step)
         missing = cell.evaluations
-        if is_trained:
+        if trained_well:
             missing = tuple(call for call in cell.evaluations if not cell.rows(call))
             if not missing:
                 return State("done", step)
         if failure.exists():
             note = read_small(failure, LONGEST_FAILURE).decode("utf-8", "backslashreplace")
             return State("failed", step, missing, visible(note.strip()))
-        kind = "trained" if is_trained else "stopped" if step else "waiting"
+        kind = "trained" if trained_well else "stopped" if step else "waiting"
         if (cell.folder / "lock").exists():  # else nobody has ever worked on it
             with cell.lock.acquire(timeout=0):
                 pass
     except Timeout:
-        kind = "evaluating" if is_trained else "training"
+        kind = "evaluating" if trained_well else "training"
     except (UserError, OSError) as fault:
         return State("damaged", note=str(fault))
     return State(kind, step, missing)

@@ -12,6 +12,7 @@ from megatron.config import load
 from megatron.errors import UserError
 from megatron.results.files import read_rows, write_lines
 from megatron.sweeps.cells import collect, find_sweep, load_sweep, state_of
+from megatron.sweeps.runner import Runner
 from megatron.training.batches import likely_rows
 from megatron.training.fits import needs
 from tests.results.rows import rows
@@ -200,6 +201,18 @@ def test_a_cell_is_worked_on_only_while_somebody_holds_its_lock(path, cell, tmp_
     assert status.stdout.splitlines() == [title, "good-1    done", "absent-1  waiting"]
     (cell.folder / "global_step10/checkpoint.json").write_text("{")
     assert shown().startswith(f"damaged: {cell.folder}/global_step10/checkpoint.json: not readable")
+
+
+def test_a_training_that_was_killed_before_its_last_rows_is_started_again(cell, monkeypatch):
+    scripts = []
+    monkeypatch.setattr(Runner, "_ended_well", lambda _, cell, words, place: scripts.append(words))
+    checkpoint(cell, 10)
+    engine = cell.folder / "global_step10/mp_rank_00_model_states.pt"
+    engine.touch()
+    for script in ("train.py", "evaluate.py"):
+        Runner(lambda text: None).work(cell, {})
+        assert scripts.pop()[0] == script
+        engine.unlink(missing_ok=True)
 
 
 MINE = """
