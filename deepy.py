@@ -108,10 +108,13 @@ def launch(script: Path, words: Sequence[str], config: Config | None) -> NoRetur
         os.environ["DS_ACCELERATOR"] = "cpu"
     environment = dict(os.environ)
     environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environment.get('PYTHONPATH', '')}".rstrip(":")
-    on_this_machine = script.name in ON_THIS_MACHINE
-    if config and config.launch.hostfile is not None and not on_this_machine:
-        os.environ.update(environment)
-        launch_on_many_machines(script, words, config)
+    hostfile = config.launch.hostfile if config else None
+    if config and hostfile is not None and script.name not in ON_THIS_MACHINE:
+        if (config.launch.num_nodes or 1) > 1 or os.path.exists(hostfile):
+            os.environ.update(environment)
+            launch_on_many_machines(script, words, config)
+        # GPT-NeoX's own files name /mock_path, and it trains too.
+        print_line(f"warning: hostfile: {hostfile} does not exist, so this machine trains alone")
 
     devices = devices_for(script, config)
     if cuda:

@@ -120,3 +120,20 @@ def test_a_machine_that_ssh_does_not_reach_is_one_message(tmp_path, monkeypatch)
             (tmp_path / "ssh").chmod(0o755)
         with pytest.raises(UserError, match=r"launcher cannot start .*ssh"):
             deepy.launch_on_many_machines(Path("train.py"), [], config)
+
+
+def test_a_hostfile_that_is_not_there_leaves_the_training_to_this_machine(monkeypatch, capsys):
+    """GPT-NeoX's 125M.yml and the files of DAPE name /mock_path; DeepSpeed's launcher warns too."""
+    started = []
+
+    def become(command, environment):
+        started.append(command)
+        raise SystemExit
+
+    monkeypatch.setattr(deepy, "_become", become)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # which launch sets
+    with pytest.raises(SystemExit):
+        deepy.launch(Path("train.py"), ["a.yml"], load([], [*TRAIN, "hostfile=/mock_path"]))
+    assert started == [["-u", "train.py", "a.yml"]]
+    assert "hostfile: /mock_path" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from megatron.checkpoints.manifest import (
 from megatron.checkpoints.saved import chosen
 from megatron.config import Config, load
 from megatron.config.config import COPY
-from megatron.errors import UserError
+from megatron.errors import UserError, in_words
 from megatron.model import GPT, from_config
 from megatron.model.size import parameters
 from megatron.parallel.machine import in_bytes, total_memory
@@ -89,9 +89,15 @@ def load_model(
             f"{file}: does not hold the model of its config.yml: {fault} - copy the checkpoint"
             " again"
         ) from None
-    except (OSError, SafetensorError) as fault:
-        raise Damaged([f"{file}: cannot be read ({fault})"]) from None
     return model.eval()
+
+
+def opened(file: Path) -> safe_open:
+    """A file of weights. Raises Damaged if it cannot be read, or has been deleted meanwhile."""
+    try:
+        return safe_open(file, "pt")
+    except (OSError, RuntimeError, SafetensorError) as fault:  # the second is torch's own opening
+        raise Damaged([f"{file}: cannot be read ({in_words(fault)})"]) from None
 
 
 def tensors_of(file: Path) -> Iterator[tuple[str, Tensor]]:
@@ -99,11 +105,11 @@ def tensors_of(file: Path) -> Iterator[tuple[str, Tensor]]:
 
     The file is opened for each: of an open one, all pages that were read stay in memory.
     """
-    with safe_open(file, "pt") as opened:
-        names = list(opened.keys())
+    with opened(file) as weights:
+        names = list(weights.keys())
     for name in names:
-        with safe_open(file, "pt") as opened:
-            yield name, opened.get_tensor(name)
+        with opened(file) as weights:
+            yield name, weights.get_tensor(name)
 
 
 def fill(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:

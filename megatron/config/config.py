@@ -166,7 +166,7 @@ class Config(Sections):
         data, training, checkpoint = self.data, self.training, self.checkpoint
         measures = purpose == "evaluate" or self.only_measures
         trains = purpose == "train" and not measures
-        validates = training.eval_interval and training.eval_iters
+        validates = training.validation_interval
         whole_corpora = bool(data.train_data_paths)
         needs = [
             (

@@ -433,6 +433,11 @@ class Training(Section):
     """Save and stop, with exit status 0, this many minutes after the process started. Also
     accepted: exit_duration_in_mins."""
 
+    @property
+    def validation_interval(self) -> int:
+        """Steps between validations of at least one batch; 0: never."""
+        return self.eval_interval if self.eval_iters else 0
+
     def stage_of(self, step: int) -> Stage | None:
         """The stage of a step, the first of which is 1; None after the last one."""
         stages = self.seq_length_schedule
@@ -686,7 +691,7 @@ class Launch(Section):
     num_nodes: Positive | None = None
     """Machines of the hostfile to use; unset: all."""
     hostfile: str | None = None
-    """File with lines `host slots=8`; unset: this machine alone, without ssh."""
+    """File with lines `host slots=8`; unset or absent: this machine alone, without ssh."""
     include: str | None = None
     """Devices to use: `host:0,2@other` with a hostfile, `localhost:0,2` without."""
     exclude: str | None = None

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from megatron import strict_json
-from megatron.checkpoints.read import check_memory, fill
+from megatron.checkpoints.read import check_memory, fill, opened
 from megatron.config import Config
 from megatron.errors import UserError, in_words
 from megatron.files import read_small
@@ -98,14 +97,14 @@ class StoredWeights(dict[str, Tensor]):
             index = folder / f"{WHOLE}.index.json"
             names = sorted({*read_json(index)["weight_map"].values()}) if index.is_file() else []
         for name in names:
-            with safe_open(folder / name, "pt") as opened:
-                self.files |= dict.fromkeys(opened.keys(), folder / name)
+            with opened(folder / name) as weights_of_file:
+                self.files |= dict.fromkeys(weights_of_file.keys(), folder / name)
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.files:
             return super().__getitem__(name)
-        with safe_open(self.files[name], "pt") as opened:
-            return opened.get_tensor(name).float()
+        with opened(self.files[name]) as weights_of_file:
+            return weights_of_file.get_tensor(name).float()
 
 
 def load_class(folder: Path, family: Family, settings: dict[str, Any]) -> tuple[Any, str]:

@@ -21,7 +21,7 @@ from megatron.model.gated_delta import (
     Ranks,
     for_each_query_head,
 )
-from megatron.model.settings import Architecture
+from megatron.model.settings import Architecture, ResidualOutput
 from megatron.positions import Position
 from megatron.positions.layers import ATTENTION, LATENT
 
@@ -290,7 +290,7 @@ class SelfAttention(Attention):
             self.query_norm = normalisation(query_heads * self.features, model)
             self.key_norm = normalisation(key_heads * self.features, model)
         self.clip = model.clip_qkv
-        self.dense = nn.Linear(width, hidden, bias=model.bias_in_attn_output)
+        self.dense = ResidualOutput(width, hidden, bias=model.bias_in_attn_output)
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         """x [batch, length, hidden] -> [batch, length - first_query, hidden]."""
@@ -344,7 +344,9 @@ class LatentAttention(Attention):
         self.latent_key = nn.Linear(hidden, rank + encoded, bias=bias)
         self.latent_norm = nn.RMSNorm(rank, LATENT_EPSILON)
         self.key_value = nn.Linear(rank, self.heads * (plain + value_features), bias=False)
-        self.dense = nn.Linear(self.heads * value_features, hidden, bias=model.bias_in_attn_output)
+        self.dense = ResidualOutput(
+            self.heads * value_features, hidden, bias=model.bias_in_attn_output
+        )
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         """x [batch, length, hidden] -> [batch, length - first_query, hidden]."""
@@ -417,7 +419,7 @@ class MLP(nn.Module):
         hidden, bias = model.hidden_size, model.use_bias_in_mlp
         self.activation = ACTIVATIONS[model.activation]
         self.dense_h_to_4h = nn.Linear(hidden, model.widened, bias=bias)
-        self.dense_4h_to_h = nn.Linear(model.mlp_width, hidden, bias=bias)
+        self.dense_4h_to_h = ResidualOutput(model.mlp_width, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [batch, length, hidden] -> same."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron.model.cache import LayerCache
 from megatron.model.documents import Documents
-from megatron.model.settings import CONVOLVED, Architecture
+from megatron.model.settings import CONVOLVED, Architecture, ResidualOutput
 from megatron.positions import Position
 from megatron.positions.base import after_earlier
 from megatron.positions.precision import at_least_float32, without_autocast
@@ -117,7 +117,7 @@ class GatedDelta(nn.Module):
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(0.01, 16).log())
         self.dt_bias = first_steps(heads)
         self.norm = nn.RMSNorm(value_dim, eps=model.layernorm_epsilon)
-        self.dense = nn.Linear(width, hidden, bias=False)
+        self.dense = ResidualOutput(width, hidden, bias=False)
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [batch, length, hidden] -> same."""

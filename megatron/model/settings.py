@@ -230,8 +230,8 @@ class AttentionSettings:
         return replace(self, reset_attention_mask=False, reset_position_ids=False)
 
 
-OWN_FIRST_VALUES = ("convolution.weight", "A_log", "dt_bias")
-RESIDUAL_OUTPUTS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
+class ResidualOutput(nn.Linear):
+    """A matrix that writes to the residual stream: output_layer_init_method is about it."""
 
 
 def standard_deviation(method: str, model: Architecture) -> float:
@@ -250,21 +250,17 @@ def standard_deviation(method: str, model: Architecture) -> float:
     return by_method[method]
 
 
+@torch.no_grad()
 def initialize(module: nn.Module, model: Architecture) -> None:
-    """Matrices ~ N(0, std²), biases 0, norms 1 and 0.
+    """Matrices of nn.Linear and nn.Embedding ~ N(0, std²), and biases of nn.Linear 0.
 
-    init_method gives std, and output_layer_init_method that of the matrices that write to the
-    residual stream. Names of OWN_FIRST_VALUES stay as their modules were built.
+    init_method gives std, and output_layer_init_method that of a ResidualOutput. Other parameters
+    keep the first values that their modules gave them.
     """
     std = standard_deviation(model.init_method, model)
     std_of_outputs = standard_deviation(model.output_layer_init_method, model)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if name.endswith(OWN_FIRST_VALUES):
-                continue
-            if parameter.dim() >= 2:
-                parameter.normal_(0.0, std_of_outputs if name.endswith(RESIDUAL_OUTPUTS) else std)
-            elif name.endswith("norm.weight"):
-                parameter.fill_(1.0)
-            else:
-                parameter.fill_(0.0)
+    for part in module.modules():
+        if isinstance(part, nn.Linear | nn.Embedding):
+            part.weight.normal_(0.0, std_of_outputs if isinstance(part, ResidualOutput) else std)
+        if isinstance(part, nn.Linear) and part.bias is not None:
+            part.bias.zero_()

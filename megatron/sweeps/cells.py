@@ -25,8 +25,8 @@ from pydantic import (
     model_validator,
 )
 
-from megatron.checkpoints.manifest import read_record
-from megatron.checkpoints.saved import find, latest_step, with_parent
+from megatron.checkpoints.manifest import ENGINE_STATE, read_record
+from megatron.checkpoints.saved import find, folder_of, latest_step, with_parent
 from megatron.config import Config, load, messages
 from megatron.config.schema import KEYS, SECTIONS
 from megatron.config.yaml_files import find_file, read_file
@@ -256,6 +256,15 @@ def load_sweep(
         lines = [f"{file}: {len(points) - len(cells)} of {len(points)} cells cannot be run"]
         lines += [f"{names[0]} ({len(names)} cells): {fault}" for fault, names in faulty.items()]
         raise UserError("\n".join(lines))
+    same: dict[str, str] = {}  # the first cell with these settings, which may be spelt otherwise
+    for cell in cells:
+        settings = cell.config.flat().items()
+        of_training = {key: value for key, value in settings if value != str(cell.folder)}
+        first = same.setdefault(json.dumps(of_training, default=str), cell.name)
+        if first != cell.name:
+            raise UserError(
+                f"{file}: {first} and {cell.name} are one training - give every value once"
+            )
     return Sweep(file.stem, file, home, tuple(cells))
 
 
@@ -386,6 +395,15 @@ class State:
     note: str = ""
 
 
+def is_trained(cell: Cell, step: int) -> bool:
+    """Whether its training has ended well at this last step: then the engine's state is gone.
+
+    With the state a kill may have come before the last rows of extrapolation_interval.
+    """
+    path = folder_of(cell.folder, step)
+    return step >= cell.steps and (path.is_symlink() or not any(path.glob(ENGINE_STATE)))
+
+
 def state_of(cell: Cell) -> State:
     """How far a cell is. A failure is shown until the next attempt begins."""
     failure = cell.folder / "failure.txt"
@@ -396,21 +414,21 @@ def state_of(cell: Cell) -> State:
             if trained not in cell.config.hashes:
                 note = f"{cell.folder} holds a run of configuration {trained},"
                 return State("foreign", step, note=f"{note} not {cell.config.hash}")
-        is_trained = step >= cell.steps
+        trained_well = is_trained(cell, step)
         missing = cell.evaluations
-        if is_trained:
+        if trained_well:
             missing = tuple(call for call in cell.evaluations if not cell.rows(call))
             if not missing:
                 return State("done", step)
         if failure.exists():
             note = read_small(failure, LONGEST_FAILURE).decode("utf-8", "backslashreplace")
             return State("failed", step, missing, visible(note.strip()))
-        kind = "trained" if is_trained else "stopped" if step else "waiting"
+        kind = "trained" if trained_well else "stopped" if step else "waiting"
         if (cell.folder / "lock").exists():  # else nobody has ever worked on it
             with cell.lock.acquire(timeout=0):
                 pass
     except Timeout:
-        kind = "evaluating" if is_trained else "training"
+        kind = "evaluating" if trained_well else "training"
     except (UserError, OSError) as fault:
         return State("damaged", note=str(fault))
     return State(kind, step, missing)
@@ -438,7 +456,6 @@ def finished_rows(sweep: Sweep) -> list[Row]:
     rows: list[Row] = []
     for cell in sweep.cells:
         facts = {"sweep": sweep.name, "cell": cell.values}
-        facts["seconds_per_step"] = seconds_per_step(cell)
         with contextlib.suppress(UserError):  # the data are absent
             parts = open_parts(cell.config.data, ["train"])
             files = parts["train"].files
@@ -446,6 +463,7 @@ def finished_rows(sweep: Sweep) -> list[Row]:
                 facts["corpus_documents"] = sum(map(len, files))
                 facts["corpus_tokens"] = sum(int(tokens.tokens) for tokens in files)
         try:
+            facts["seconds_per_step"] = seconds_per_step(cell)
             for evaluation in cell.evaluations:
                 for row in cell.rows(evaluation):
                     rows.append(cast(Row, {**row, **facts}))
@@ -477,9 +495,16 @@ def rows_within_trainings(sweep: Sweep) -> list[Row]:
     for cell in sweep.cells:
         facts = {"sweep": sweep.name, "cell": cell.values}
         for path in sorted((cell.folder / "evaluation").glob("*-global_step*.jsonl")):
-            for row in existing_results(path):
-                if row["config_hash"] in cell.config.hashes:
-                    rows.append(with_facts(row, facts))
+            try:
+                measured = existing_results(path)
+            except UserError as fault:
+                logger.warning("%s: left out: %s", cell.name, fault)
+                continue
+            rows += [
+                with_facts(row, facts)
+                for row in measured
+                if row["config_hash"] in cell.config.hashes
+            ]
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Cells of a sweep as jobs of a cluster: tasks of Ray, or arrays of Slurm by submitit.
+"""Cells of a sweep as jobs of a cluster: tasks of Ray, or jobs of Slurm by submitit.
 
 The engine places the jobs. A cell whose job ended without a result is submitted again here.
 """
@@ -79,7 +79,7 @@ class Ray:
         self.task = self.ray.remote(max_retries=0, **options)(Work.__call__)
 
     def submit(self, cells: Sequence[Cell]) -> list[Any]:
-        return [self.task.remote(self.work, cell.name) for cell in cells]
+        return [self.task.options(name=cell.name).remote(self.work, cell.name) for cell in cells]
 
     def ended(self, jobs: list[Any]) -> Iterator[tuple[Any, str]]:
         """Jobs that end within a second, each with its fault."""
@@ -106,7 +106,7 @@ def check_answers(address: str) -> None:
 
 
 class Slurm:
-    """Job arrays, whose logs are in the sweep's folder.
+    """Jobs by the names of their cells, whose logs are in the sweep's folder.
 
     options: those of sbatch, with `_` for `-`
     """
@@ -124,7 +124,7 @@ class Slurm:
         self.logs = work.sweep[1] / "slurm"
         submitit = importlib.import_module("submitit")
         self.executor = submitit.SlurmExecutor(self.logs, max_num_timeout=TIME_LIMITS)
-        parameters = {"job_name": "sweep", "requeue": True, **options}
+        parameters = {"requeue": True, **options}
         self.executor.update_parameters(
             time=options["time"], additional_parameters=parameters, srun_args=alone
         )
@@ -132,7 +132,11 @@ class Slurm:
         os.environ["SRUN_CPUS_PER_TASK"] = str(options.get("cpus_per_task", 1))
 
     def submit(self, cells: Sequence[Cell]) -> list[Any]:
-        return [job.job_id for job in self.executor.map_array(self.work, [c.name for c in cells])]
+        jobs = []
+        for cell in cells:  # not an array, whose jobs share one name
+            self.executor.update_parameters(job_name=cell.name)
+            jobs.append(self.executor.submit(self.work, cell.name).job_id)
+        return jobs
 
     def ended(self, jobs: list[Any]) -> Iterator[tuple[Any, str]]:
         """Jobs that are no longer in the queue, each with its log."""

@@ -22,7 +22,7 @@ from megatron.files import ROOT, write_text
 from megatron.parallel.die_with_parent import die_with_parent
 from megatron.parallel.grid import free_port
 from megatron.parallel.launcher import environments
-from megatron.sweeps.cells import Cell, state_of
+from megatron.sweeps.cells import Cell, is_trained, state_of
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A cluster may send them to all processes of a job; then a script ends well before its time.
@@ -86,7 +86,7 @@ class Runner:
                 (cell.folder / "failure.txt").unlink(missing_ok=True)
                 settings = cell.folder / "cell.yml"
                 cell.config.save(settings)
-                if state.step < cell.steps:
+                if not is_trained(cell, state.step):
                     if not self._ended_well(cell, ["train.py", str(settings)], place):
                         return
                     if state_of(cell).step < cell.steps:  # the optimizer's state must stay

@@ -32,7 +32,7 @@ def open_text(config: Config) -> tuple[dict[str, Part], dict[str, Any]]:
     neither gives the vocabulary, or a key needs an end of documents that the text lacks.
     """
     names = ["train"]
-    if config.training.eval_interval and config.training.eval_iters:
+    if config.training.validation_interval:
         names.append("valid")
     parts = open_parts(config.data, names)
     files = [tokens for part in parts.values() for tokens in part.files]

@@ -7,6 +7,7 @@ import math
 import secrets
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from megatron.training import checkpoint
 from megatron.training.batches import Batches, length_of_step, open_text, with_epochs
 from megatron.training.checkpoint import full_weights
 from megatron.training.fits import check_fits
-from megatron.training.metrics import TrainingLog, peak_memory
+from megatron.training.metrics import TrainingLog, lacks_validation, peak_memory
 from megatron.training.optimizer import learning_rate
 from megatron.training.profiling import Profiling
 from megatron.training.resume import resume
@@ -50,6 +51,8 @@ def train(config: Config, grid: Grid) -> Path | None:
     A signal ends the process with 128 + its number. Raises UserError if something does not fit,
     which is found before the engine is built, or a loss is not finite.
     """
+    if config.precision.dtype == "fp16" and grid.device.type == "cpu":
+        raise UserError("precision: fp16 needs a CUDA device - use bf16 or fp32 on the CPU")
     save_to = config.checkpoint.save
     places = {"log_dir": config.logging.log_dir, "save": save_to}
     folders = {Path(place).resolve(): (key, place) for key, place in places.items() if place}
@@ -68,20 +71,34 @@ def train(config: Config, grid: Grid) -> Path | None:
         start = starting_point(config, facts, grid)
         config = with_schedule(config, start)
         steps = config.training.train_iters
-        if start.step >= steps:
+        saved = start.before.path if start.before else None
+        unvalidated = False
+        if saved and save_to and saved.parent.resolve() == Path(save_to).resolve():
+            # What a kill or a stop left unmeasured at this step.
+            if is_due(start.step, config.evaluation.extrapolation_interval, steps):
+                from megatron.evaluation.evaluate_checkpoint import evaluate, options_of_training
+
+                evaluate(config, replace(options_of_training(config), checkpoint=str(saved)))
+            if is_due(start.step, config.training.validation_interval, steps):
+                log = Path(config.logging.log_dir or save_to)
+                unvalidated = grid.gather(lacks_validation(log, start.step))[0]
+        if start.step >= steps and not unvalidated:
             logger.info("step %d of %d: nothing left to train", start.step, steps)
-            return start.before.path if start.before else None
+            return saved
         run = Run(config, grid, parts, facts, start)
         trainer, losses, stop = run.trainer, run.losses, run.stop
 
-        saved = None
         with contextlib.closing(run.log), stop, run.profiling:
             if start.before is None and checkpoint.is_saved(0, config.checkpoint):
                 saved = run.save()
-            run.extrapolate(start.step)  # what is missing of its rows
+            if unvalidated:
+                run.enter_stage(start.step)
+                run.validate()
             peak_memory(grid.device)  # so that the first line's peak leaves out the engine's start
 
             for step in range(start.step + 1, steps + 1):
+                if stop.reason is not None:
+                    break
                 run.enter_stage(step)
                 with run.profiling.step(step):
                     result = trainer.train_step(run.batches.next_step(length_of_step(config, step)))
@@ -91,9 +108,7 @@ def train(config: Config, grid: Grid) -> Path | None:
                 last = stops or step == steps
                 logs = last or step % config.logging.log_interval == 0
                 saves = last or checkpoint.is_saved(step, config.checkpoint)
-                validates = run.validates and not stops
-                if step < steps:
-                    validates = validates and step % config.training.eval_interval == 0
+                validates = not stops and is_due(step, config.training.validation_interval, steps)
 
                 if logs or validates or saves:
                     run.keeper.follow(losses.check())
@@ -112,11 +127,9 @@ def train(config: Config, grid: Grid) -> Path | None:
                     stops = stop.reason is not None
                     if stops and not saves:
                         saved = run.save()
-                if stops:
-                    break
 
-        # Close: say why the run ended early.
-        if stop.reason is not None and trainer.step < steps:
+        # Close: say why the run ended early, if only before what is measured after the last step.
+        if stop.reason is not None:
             reason, status = stop.reason
             outcome = f"saved {saved}; load={saved} continues it"
             if saved is None:
@@ -125,6 +138,11 @@ def train(config: Config, grid: Grid) -> Path | None:
             if status:
                 sys.exit(status)
         return saved
+
+
+def is_due(step: int, interval: int, steps: int) -> bool:
+    """Whether a measurement belongs to a step: every `interval` steps and the last; 0: never."""
+    return bool(step and interval) and (step == steps or step % interval == 0)
 
 
 class Run:
@@ -166,8 +184,7 @@ class Run:
         logger.info(f"{count:,} parameters: {needs}")
         model = from_config(config, vocab, facts["tokenizer"].get("eod"))
         self.batches = Batches(config, grid, parts, start.windows, start.planned)
-        self.validates = bool(training.eval_interval and training.eval_iters)
-        if self.validates:  # what cannot be validated is refused now
+        if training.validation_interval:  # what cannot be validated is refused now
             window = torch.zeros(1, config.data.seq_length_val, config.model.hidden_size)
             model.position.on_embeddings(window)
             self.batches.validation()
@@ -225,8 +242,7 @@ class Run:
     def extrapolate(self, step: int) -> None:
         """Write evaluate.py's rows of these weights if they are due; existing ones are kept."""
         interval = self.config.evaluation.extrapolation_interval
-        is_last = step == self.config.training.train_iters
-        if not (interval and step and (is_last or step % interval == 0)):
+        if not is_due(step, interval, self.config.training.train_iters):
             return
         from megatron.evaluation.evaluate_checkpoint import evaluate_training
 

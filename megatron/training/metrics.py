@@ -31,7 +31,7 @@ from megatron.files import atomic_write, read_small, write_text
 from megatron.model import Architecture
 from megatron.model.size import BACKWARD, attention_flops, palm_weights
 from megatron.parallel.grid import Grid
-from megatron.results.files import CHECKSUM, LARGEST, checksum, record_of
+from megatron.results.files import CHECKSUM, LARGEST, checksum, record_of, training_log
 from megatron.training.batches import length_of_step, windows_per_step
 from megatron.training.trainer import StepResult, Trainer
 
@@ -352,6 +352,15 @@ class TrainingLog(Metrics):
             f"step {step}: validation loss {loss:.4f}, perplexity {perplexity:.3f} at length"
             f" {length}"
         )
+
+
+def lacks_validation(folder: Path, step: int) -> bool:
+    """Whether the log of a run is there, and does not hold the validation of a step."""
+    try:
+        records = training_log(folder / "metrics.jsonl")
+    except (OSError, ValueError):
+        return False
+    return all((record["step"], record.get("kind")) != (step, "valid") for record in records)
 
 
 def _now() -> float:

@@ -12,18 +12,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron.checkpoints.manifest import (
     QUANTIZATION,
     WEIGHTS,
-    Damaged,
     check_files,
     engine_files,
     note_opened,
 )
-from megatron.checkpoints.read import READ_BY_EVALUATION, read_meta
+from megatron.checkpoints.read import READ_BY_EVALUATION, opened, read_meta
 from megatron.checkpoints.saved import chosen, is_one_folder, latest_step
 from megatron.config import Config
 from megatron.config.schema import Model, Optimizer
@@ -329,7 +327,7 @@ class ParentWeights:
 
     def load(self, trainer: Trainer) -> None:
         """Let a new engine start from them. Every rank calls this."""
-        with safe_open(self.file, framework="pt") as weights:
+        with opened(self.file) as weights:
 
             def weight(name: str) -> Tensor:
                 if name not in self.sources:
@@ -354,11 +352,8 @@ def match_weights(start: Start, model: GPT) -> ParentWeights | None:
     if parent is None:
         return None
     file = parent.path / WEIGHTS
-    try:
-        with safe_open(file, framework="pt") as weights:
-            old = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as fault:
-        raise Damaged([f"{file}: cannot be read ({fault})"]) from None
+    with opened(file) as weights:
+        old = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
     with torch.random.fork_rng(devices=[]), Outline():
         positions, old_places = positions_from_config(parent.config)
     old_kinds = [_kinds_of_tensors(position) for position in positions]

@@ -49,8 +49,6 @@ class Trainer:
     """A model in the DeepSpeed engine, and the step it stands at."""
 
     def __init__(self, config: Config, model: GPT, grid: Grid) -> None:
-        if config.precision.dtype == "fp16" and grid.device.type == "cpu":
-            raise UserError("precision: fp16 needs a CUDA device - use bf16 or fp32 on the CPU")
         self.config, self.grid = config, grid
         self.step = 0
         self.skips = config.training.skip_nonfinite > 0

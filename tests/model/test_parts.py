@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config import load
@@ -18,6 +19,7 @@ from megatron.model import (
     from_config,
     position_from_config,
 )
+from megatron.model.settings import initialize
 from megatron.model.size import forward_flops, parameters
 from megatron.positions import REGISTRY
 from tests.encodings import every_signature
@@ -115,6 +117,23 @@ def test_first_values_have_the_standard_deviation_of_their_method(words, matrix,
         assert weight.std().item() == pytest.approx(matrix, rel=0.02)
     for weight in (layer.mlp.dense_4h_to_h.weight, layer.attention.dense.weight):
         assert weight.std().item() == pytest.approx(output, rel=0.02)
+
+
+def test_first_values_go_by_the_kind_of_a_module_and_not_by_its_name():
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.alpha = nn.Parameter(torch.full((3,), 0.5))
+            self.table = nn.Parameter(torch.full((3, 3), 0.5))
+
+    parts = {"scale": Scale(), "squares": nn.RMSNorm(3), "convolution": nn.Linear(64, 64)}
+    parts["input_layernorm"] = nn.Linear(3, 3)
+    initialize(nn.ModuleDict(parts), Architecture(32, 2, 4, 64))
+    assert parts["scale"].alpha.tolist() == [0.5] * 3
+    assert parts["scale"].table.tolist() == [[0.5] * 3] * 3
+    assert parts["squares"].weight.tolist() == [1.0] * 3
+    assert parts["convolution"].weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert parts["input_layernorm"].bias.tolist() == [0.0] * 3
 
 
 def test_saying_what_follows_anyway_changes_no_hash():

@@ -12,6 +12,7 @@ from megatron.config import load
 from megatron.errors import UserError
 from megatron.results.files import read_rows, write_lines
 from megatron.sweeps.cells import collect, find_sweep, load_sweep, state_of
+from megatron.sweeps.runner import Runner
 from megatron.training.batches import likely_rows
 from megatron.training.fits import needs
 from tests.results.rows import rows
@@ -119,6 +120,12 @@ def test_a_shipped_sweep_has_one_name_with_either_dash(tmp_path, monkeypatch):
         load_sweep("kerple-tabel3")
 
 
+@pytest.mark.parametrize("axis", ["seed: [42, 42.0]", "split: ['8,1,1', [8, 1, 1]]"])
+def test_a_value_in_two_spellings_is_refused(tmp_path, axis):
+    with pytest.raises(UserError, match=r"give every value once"):
+        sweep_of(tmp_path, f"{TINY}grid: {{{axis}}}\n")
+
+
 # --- How far a cell is ---
 
 
@@ -191,6 +198,18 @@ def test_a_cell_is_worked_on_only_while_somebody_holds_its_lock(path, cell, tmp_
     assert shown().startswith(f"damaged: {cell.folder}/global_step10/checkpoint.json: not readable")
 
 
+def test_a_training_that_was_killed_before_its_last_rows_is_started_again(cell, monkeypatch):
+    scripts = []
+    monkeypatch.setattr(Runner, "_ended_well", lambda _, cell, words, place: scripts.append(words))
+    checkpoint(cell, 10)
+    engine = cell.folder / "global_step10/mp_rank_00_model_states.pt"
+    engine.touch()
+    for script in ("train.py", "evaluate.py"):
+        Runner(lambda text: None).work(cell, {})
+        assert scripts.pop()[0] == script
+        engine.unlink(missing_ok=True)
+
+
 MINE = """
 from megatron.positions import DistanceBias, register
 
@@ -236,7 +255,9 @@ def test_results_of_another_sweep_are_neither_replaced_nor_emptied(path, tmp_pat
     assert reproduced.stdout.count("missing") == 36
 
 
-def test_rows_within_trainings_are_collected_with_their_cells_in_a_file_of_their_own(tmp_path):
+def test_rows_within_trainings_are_collected_with_their_cells_in_a_file_of_their_own(
+    tmp_path, caplog
+):
     measures = "{extrapolation_interval: 2, extrapolation: {protocol: tail, tail: 16}, "
     settings = TINY.replace("{", measures, 1)
     text = f"{settings}grid: {{pos_emb: [alibi, t5], seed: [1]}}\n"
@@ -250,5 +271,12 @@ def test_rows_within_trainings_are_collected_with_their_cells_in_a_file_of_their
     collected = read_rows([sweep.folder / "training.jsonl"])
     assert [row["cell"] for row in collected] == [cell.values for cell in sweep.cells]
     assert [row["pos_emb"] for row in collected] == ["alibi", "t5"]
+    damaged = sweep.cells[0].folder / "evaluation" / "text-valid-global_step2-tail.jsonl"
+    damaged.write_text(damaged.read_text().replace('"step": 2', '"step": 3'))
+    (sweep.cells[1].folder / "metrics.jsonl").write_text("{\n")
+    collect(sweep)
+    [row] = read_rows([sweep.folder / "training.jsonl"])
+    assert row["pos_emb"] == "t5"
+    assert all(f"{cell.name}: left out: " in caplog.text for cell in sweep.cells)
     with pytest.raises(UserError, match="extrapolation: --protocol: invalid choice: 'tails'"):
         sweep_of(tmp_path, text.replace("protocol: tail,", "protocol: tails,"))

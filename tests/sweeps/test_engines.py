@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from megatron.errors import UserError
 from megatron.parallel.grid import free_port
 from megatron.sweeps.cells import load_sweep, state_of
-from megatron.sweeps.engines import check_answers
+from megatron.sweeps.engines import Slurm, Work, check_answers
 from tests.support import ROOT, call, unlaunched
 from tests.sweeps.conftest import SWEEP
 
@@ -167,7 +168,7 @@ def test_a_killed_run_leaves_no_training_on_ray(ray, start):
 def test_slurm_queues_a_cell_again_at_its_time_limit(slurm, start, tmp_path):
     process, cells = start("slurm", 1000)
     steps = [state_of(cell).step for cell in cells]
-    subprocess.run(["scancel", "--signal=USR2", "--name=sweep"], check=True)  # as at the limit
+    subprocess.run(["scancel", "--signal=USR2", "--user=root"], check=True)  # as at the limit
     for cell, step in zip(cells, steps, strict=True):
         wait(lambda: training(cell) is None)  # noqa: B023
         assert state_of(cell).step > step
@@ -179,7 +180,7 @@ def test_slurm_queues_a_cell_again_at_its_time_limit(slurm, start, tmp_path):
 def test_slurm_shares_a_cell_over_two_nodes_and_queues_it_again(slurm, start, tmp_path):
     process, (cell,) = start("slurm", 1000, "nodes=2", only=("data=good", "seed=1"))
     step = state_of(cell).step
-    subprocess.run(["scancel", "--signal=USR2", "--name=sweep"], check=True)  # as at the limit
+    subprocess.run(["scancel", "--signal=USR2", "--user=root"], check=True)  # as at the limit
     wait(lambda: training(cell) is None)
     assert state_of(cell).step > step
     assert process.wait(900) == 0, (tmp_path / "log").read_text()
@@ -213,6 +214,34 @@ def test_a_killed_worker_and_a_killed_node_lose_no_cell(launcher, start, tmp_pat
     log = (tmp_path / "log").read_text()
     assert "good-1: stopped at step" in log
     assert "good-2: done" in log
+
+
+def test_a_job_of_slurm_has_the_name_of_its_cell(tmp_path, corpus, monkeypatch):
+    """So squeue tells cells apart; what the user gives wins, as in sbatch's script."""
+    file = tmp_path / "tiny.yml"
+    file.write_text(SWEEP.format(corpus=corpus, steps=10).replace("seed: [1]", "seed: [1, 2]"))
+    cells = load_sweep(file, tmp_path / "runs", ["data=good"]).cells
+
+    class Executor:
+        """As submitit's: what is set once holds for later jobs."""
+
+        def __init__(self, folder, max_num_timeout):
+            self.set, self.submitted = {}, []
+
+        def update_parameters(self, **parameters):
+            self.set |= parameters
+
+        def submit(self, work, name):
+            self.submitted.append((name, {**self.set, **self.set["additional_parameters"]}))
+            return SimpleNamespace(job_id=str(len(self.submitted)))
+
+    monkeypatch.setitem(sys.modules, "submitit", SimpleNamespace(SlurmExecutor=Executor))
+    monkeypatch.setenv("SRUN_CPUS_PER_TASK", "")  # which Slurm sets
+    for options, names in (({}, ["good-1", "good-2"]), ({"job_name": "mine"}, ["mine"] * 2)):
+        engine = Slurm(Work(tmp_path, (file, tmp_path, ())), {"time": 60, **options})
+        assert engine.submit(cells) == ["1", "2"]
+        assert [given["job_name"] for _, given in engine.executor.submitted] == names
+        assert [name for name, _ in engine.executor.submitted] == ["good-1", "good-2"]
 
 
 def test_a_launcher_that_cannot_start_is_one_message(tmp_path, corpus, monkeypatch):

@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -52,6 +53,25 @@ def test_no_damage_to_any_file_is_used(grid, corpus, tmp_path):
     ]
     assert all(ELSEWHERE in outcome.message for outcome in outcomes)
     assert latest_step(tmp_path / "run") == 2
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_read_is_one_message(
+    grid, corpus, trained, tmp_path, monkeypatch
+):
+    """As keep_last_n_checkpoints deletes it; a new run may take its weights from there, too."""
+    folder, opening = copy_of(trained, tmp_path), torch.UntypedStorage.from_file
+
+    def deleted(*words, **more):
+        shutil.rmtree(folder / "global_step4")
+        return opening(*words, **more)
+
+    config = settings(corpus, tmp_path / "new", f"load={folder}", "finetune=true")
+    for read in (lambda: load_for_evaluation(folder), lambda: train(config, grid)):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.UntypedStorage, "from_file", deleted)
+            with pytest.raises(UserError, match=r"global_step4/model\.safetensors: .*No such file"):
+                read()
+        shutil.copytree(trained / "global_step4", folder / "global_step4")
 
 
 def forget_sums(path):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoints.saved import latest_step
 from megatron.config import load
 from megatron.errors import UserError
 from megatron.evaluation import evaluate_checkpoint
@@ -15,6 +16,7 @@ from megatron.evaluation.options import Options
 from megatron.results.files import read_rows
 from megatron.results.row import Row
 from megatron.training.loop import train
+from megatron.training.trainer import Trainer
 from tests.training.conftest import check_same, interrupted, settings, tiny
 
 MEASURES = [
@@ -110,6 +112,54 @@ def test_a_run_that_is_killed_or_stopped_completes_its_rows_once(
     assert ended.value.code == 128 + signal.SIGUSR1
     assert [row["length"] for row in rows_within(stopped)] == [32]
     assert (stopped / "latest").read_text() == "global_step2"  # saved although it was not due
+
+
+def signalled(measure):
+    """A measurement during which a scheduler wants the machine."""
+
+    def function(*words, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return measure(*words, **options)
+
+    return function
+
+
+def test_a_stop_at_a_step_that_is_measured_leaves_its_numbers_to_the_next_start(
+    grid, corpus, tmp_path, monkeypatch
+):
+    words = [*GROWS, *MEASURES, "eval_interval=2", "eval_iters=1", "train_iters=4"]
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    train(settings(corpus, straight, *words), grid)
+    train(settings(corpus, stopped, *words, "exit_interval=2"), grid)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "validate", signalled(Trainer.validate))
+        with pytest.raises(SystemExit):
+            train(settings(corpus, stopped, *words), grid)
+    assert latest_step(stopped) == 2
+    train(settings(corpus, stopped, *words), grid)
+    for kind in ("train", "valid"):
+        check_same(straight, stopped, kind)
+    losses = [[row["loss"] for row in rows_within(folder)] for folder in (straight, stopped)]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 2 * 2 * 2
+
+
+@pytest.mark.parametrize("moment", [(Trainer, "validate"), (evaluate_checkpoint, "measured")])
+def test_numbers_of_the_last_step_that_a_signal_or_a_kill_leaves_out_are_completed_once(
+    grid, corpus, tmp_path, monkeypatch, moment
+):
+    config = settings(corpus, tmp_path, *MEASURES, "eval_interval=9", "train_iters=2")
+    with monkeypatch.context() as patch:
+        patch.setattr(*moment, signalled(getattr(*moment)))
+        with pytest.raises(SystemExit) as ended:
+            train(config, grid)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert latest_step(tmp_path) == 2
+    for _ in range(2):
+        assert train(config, grid) == tmp_path / "global_step2"
+        assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2 + 1
+        assert len(rows_within(tmp_path)) == 2 * 2
+        next((tmp_path / "evaluation").glob("*-tail*")).unlink()  # as a kill would have left it
 
 
 @pytest.mark.parametrize(
