@@ -114,7 +114,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             kind, metavar = number(*option.bounds), "N"
         elif option.usual:
             kind, metavar = "path", "DIR"
-        add("--" + name.replace("_", "-"), type=kind, metavar=metavar, help=option.help)
+        add(f"--{name}", type=kind, metavar=metavar, help=option.help)
     keep = "losses of the first N targets in each row: which gain by context; default: none"
     add("--keep-losses", type=number(0, MOST_KEPT), default=0, metavar="N", help=keep)
 
@@ -161,7 +161,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 class _Words(CommandParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(message.removeprefix("argument "))
+        raise UserError(self.hinted(message).removeprefix("argument "))
 
 
 def words_of(options: Mapping[str, Any]) -> list[str]:
