@@ -61,9 +61,7 @@ def run(words: Sequence[str]) -> str:
 
     Raises UserError for what the user can mend.
     """
-    # GPT-NeoX spells its options with underscores: --vocab_file=x means --vocab-file=x.
-    dashed = [re.sub(r"^--\w+", lambda match: match[0].replace("_", "-"), word) for word in words]
-    options = _parser().parse_args(dashed)
+    options = _parser().parse_args(words)
     if options.verify:
         return verify(options.verify)
     if options.list:

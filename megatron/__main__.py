@@ -4,6 +4,8 @@ import os
 import sys
 from pathlib import Path
 
+from megatron.errors import did_you_mean
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -20,7 +22,8 @@ def main() -> None:
     verb = words[0].replace("_", "-") if words else ""
     if verb not in scripts:
         verbs = ", ".join(scripts)
-        sys.exit(f"usage: megatron VERB …, VERB one of {verbs}")
+        usage = f"usage: megatron VERB …, VERB one of {verbs}\n{did_you_mean(verb, scripts)}"
+        sys.exit(usage.strip())
     script = str(scripts[verb])
     os.execv(sys.executable, [sys.executable, script, *words[1:]])
 

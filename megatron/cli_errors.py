@@ -5,20 +5,29 @@ import errno
 import faulthandler
 import functools
 import os
+import re
 import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ParamSpec
+from typing import Any, NoReturn, ParamSpec
 
 from megatron.commit import commit
-from megatron.errors import UserError, cure, fault_in, in_words, missing_package, visible
+from megatron.errors import (
+    UserError,
+    closest,
+    cure,
+    fault_in,
+    in_words,
+    missing_package,
+    visible,
+)
 from megatron.files import ROOT, expanded
 
 HEAD_START = 5  # seconds in which the first process may report a fault that all have
@@ -28,6 +37,7 @@ READER_HAS_GONE = 141  # the shell's exit status of a program before `| head`
 LONGEST_LINE = 300  # characters of an exception's text in the message
 OF_ANY_FILE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EMFILE, errno.ENFILE)
 """Faults that are no mistake of the program even if the file is unknown."""
+WRONG = re.compile(r"(?:unrecognized arguments: (?=-)|invalid choice: ')([^\s=']+)")
 
 Words = ParamSpec("Words")
 
@@ -43,15 +53,45 @@ def guarded(main: Callable[Words, int | None]) -> Callable[Words, int]:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that replaces ~ and $NAME in values of the type Path, and of "path", which are text.
+    """A parser that takes --head_dim for --head-dim, and suggests an option or a choice.
 
-    A shell does so only where they begin a word without quotes.
+    It replaces ~ and $NAME in values of the type Path, and of "path", which are text. A shell does
+    so only where they begin a word without quotes.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
         self.register("type", "path", _path)
         self.register("type", Path, lambda text: Path(_path(text)))
+
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
+        return super().add_argument(*_dashed(names), **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return super().parse_known_args(_dashed(args), namespace)
+
+    def parse_known_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return super().parse_known_intermixed_args(_dashed(args), namespace)
+
+    def error(self, message: str) -> NoReturn:
+        super().error(self.hinted(message))
+
+    def hinted(self, message: str) -> str:
+        """A message of argparse, with the option or choice that was meant, if one is close."""
+        wrong = WRONG.search(message)
+        if wrong is None:
+            return message
+        choices = message.partition("choose from")[2] or self.format_usage()
+        names = re.findall(r"-*\w[\w.-]*", choices)
+        longer = [name for name in names if name.startswith(wrong[1])]
+        meant = closest(wrong[1], names) or next(iter(longer), None)
+        return f"{message}; did you mean {meant}?" if meant else message
+
+
+def _dashed(words: Sequence[str] | None) -> list[str]:
+    """Words of a command line with `-` for each `_` in the names of options."""
+    words = sys.argv[1:] if words is None else words
+    return [re.sub(r"^--[\w-]+", lambda name: name[0].replace("_", "-"), word) for word in words]
 
 
 def _path(text: str) -> str:

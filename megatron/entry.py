@@ -49,7 +49,7 @@ def run(
     parser.add_argument("words", nargs="*", metavar="FILE | key=value", help=words_help)
     add_conf_dir(parser)
     # Launchers give this option; the environment has the number too.
-    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+    parser.add_argument("--local-rank", help=argparse.SUPPRESS)
     if options:
         options(parser)
 
@@ -84,7 +84,7 @@ def run(
 def add_conf_dir(parser: argparse.ArgumentParser) -> None:
     """Add the option that names the folder of the YAML files."""
     parser.add_argument(
-        "-d", "--conf_dir", type="path", metavar="DIR", help="folder of the YAML files"
+        "-d", "--conf-dir", type="path", metavar="DIR", help="folder of the YAML files"
     )
 
 

@@ -12,6 +12,7 @@ from megatron.errors import in_words
 MOST_VALUES = 5_000  # of one file, with every alias written out
 TAG = "tag:yaml.org,2002:"
 PLAIN = ("null", "bool", "int", "float", "str", "seq")
+NO_COLON = re.compile(r" *\w(?!.*:( |$))")  # a line with a key alone, for YAML
 
 
 class Loader(yaml.SafeLoader):
@@ -93,10 +94,22 @@ def parse(text: str) -> Any:
     except yaml.MarkedYAMLError as fault:
         problem = str(fault.problem)
         if fault.problem_mark is not None:
-            problem = f"line {fault.problem_mark.line + 1}: {problem}"
+            problem = f"line {_line(fault, fault.problem_mark, text)}: {problem}"
     except (yaml.YAMLError, ValueError, KeyError, IndexError, OverflowError) as fault:
         problem = in_words(fault)
     raise ValueError(f"not valid YAML ({problem})")
+
+
+def _line(fault: yaml.MarkedYAMLError, mark: yaml.Mark, text: str) -> int:
+    """The line of a fault. PyYAML's mark is below it for a key without `: ` or an open bracket."""
+    problem = str(fault.problem)
+    if fault.context == "while scanning a simple key" or "stream" in problem:
+        mark = fault.context_mark or mark
+    line = mark.line
+    if problem.startswith(("mapping values", "expected '<document start>'")):
+        above = enumerate(text.splitlines()[:line])
+        line = max((number for number, words in above if NO_COLON.match(words)), default=line)
+    return line + 1
 
 
 def on_one_line(value: Any) -> str:

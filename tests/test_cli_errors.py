@@ -1,5 +1,6 @@
 """Every exception ends a command with one message and a status; a traceback goes to a file."""
 
+import argparse
 import ast
 import errno
 import os
@@ -16,6 +17,7 @@ import torch
 from megatron import cli_errors
 from megatron.cli_errors import command_parser, guarded, status_of
 from megatron.errors import UserError
+from megatron.evaluation.options import options_of_words
 from tests.support import ROOT, run, unlaunched
 
 COMMAND = Path(sys.argv[0]).name
@@ -138,6 +140,7 @@ def test_a_verb_starts_the_script_of_its_name():
     done = run("-m", "megatron", "sweeep")
     assert done.returncode == 1
     assert "VERB one of" in done.stderr
+    assert "did you mean sweep?" in done.stderr
 
 
 def test_every_command_has_the_handler_and_light_ones_stay_light():
@@ -164,6 +167,31 @@ def test_paths_of_the_command_line_are_read_as_a_shell_reads_them(monkeypatch, c
     with pytest.raises(SystemExit):
         parser.parse_args(["--output", "${GONE}/x"])
     assert "the variable GONE is not set" in capsys.readouterr().err
+
+
+def test_options_have_dashes_and_a_misspelt_one_gets_a_hint(capsys):
+    parser = command_parser("")
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--head_dim", type=int)
+    parser.add_argument("--protocol", choices=("equal_tokens", "tail"))
+    for parse in (parser.parse_args, parser.parse_intermixed_args):
+        for word in ("--head-dim=8", "--head_dim=8"):
+            assert parse([word, "a_b"]) == argparse.Namespace(
+                words=["a_b"], head_dim=8, protocol=None
+            )
+        hints = {
+            "--haed-dim 8": "--head-dim",
+            "--protcol=tail": "--protocol",
+            "--protocol equal": "equal_tokens",
+            "--protocol tial": "tail",
+        }
+        for words, meant in hints.items():
+            with pytest.raises(SystemExit):
+                parse(words.split())
+            assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
+    assert "--head-dim" in parser.format_help()
+    with pytest.raises(UserError, match="did you mean equal_tokens"):
+        options_of_words(["--protocol", "equal_token"])
 
 
 def test_every_command_reads_paths_so():

@@ -2,7 +2,7 @@
 
 python tools/check_encoding.py kerple_log
 python tools/check_encoding.py mep --option "kernels=[exp, kerple_log]" --option weights=learned
-python tools/check_encoding.py bump --from my_encoding.py --heads 12 --head_dim 64
+python tools/check_encoding.py bump --from my_encoding.py --heads 12 --head-dim 64
 """
 
 import logging
@@ -35,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--option", action="append", default=[], metavar="KEY=VALUE", help=option)
     size = number(1, 1024)
     add("--heads", type=size, default=Subject.heads, help="number of heads")
-    add("--head_dim", type=size, default=Subject.head_dim, help="features per head")
+    add("--head-dim", type=size, default=Subject.head_dim, help="features per head")
     length = "seq_length of the model; most checks use texts of this length"
-    add("--train_length", type=number(32, 2**17), default=Subject.train_length, help=length)
+    add("--train-length", type=number(32, 2**17), default=Subject.train_length, help=length)
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.ERROR)
 

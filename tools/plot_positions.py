@@ -52,9 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--option", action="append", default=[], metavar="KEY=VALUE", help=option)
     size = number(1, 1024)
     add("--heads", type=size, default=12)
-    add("--head_dim", type=size, default=64)
+    add("--head-dim", type=size, default=64)
     train_length = "seq_length of the model"
-    add("--train_length", type=number(1, 2**20), default=512, metavar="L", help=train_length)
+    add("--train-length", type=number(1, 2**20), default=512, metavar="L", help=train_length)
     add("--length", type=number(2, 2**20), default=16384, metavar="L", help="distances to draw")
     checkpoints = "folders of runs or of single checkpoints"
     add("--checkpoint", type="path", nargs="+", default=[], metavar="DIR", help=checkpoints)

@@ -19,7 +19,7 @@ from megatron.cli_errors import command_parser, guarded
 from megatron.config.load import DATA_PATHS
 from megatron.config.schema import as_list
 from megatron.config.yaml_files import read_overrides
-from megatron.data.corpora.recipes import corpus_names
+from megatron.data.tokens import preparing
 from megatron.errors import UserError
 from megatron.evaluation.options import number
 from megatron.parallel.machine import in_bytes
@@ -168,11 +168,7 @@ def absent_data(sweep: Sweep, states: Sequence[State]) -> list[str]:
     lines = []
     for prefix in sorted(prefixes):
         if not prefix.startswith(TASK_PREFIX) and not Path(f"{prefix}.idx").exists():
-            name = Path(prefix).name.removesuffix("_text_document")
-            command = f"python prepare_data.py {name} (sizes: --list)"
-            if name not in corpus_names():
-                command = f"python prepare_data.py --input FILES --name {name}"
-            lines.append(f"data are absent: {prefix} - {command}")
+            lines.append(f"data are absent: {prefix} - {preparing(prefix)}")
     return lines
 
 

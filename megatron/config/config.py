@@ -91,8 +91,8 @@ class Config(Sections):
 
     @property
     def hashes(self) -> list[str]:
-        """The hash, and those of earlier versions, where comments in pos_emb_file counted, and the
-        file also where no encoding of it is used."""
+        """The hash, and those of earlier versions: comments in pos_emb_file counted, the file also
+        where no encoding of it is used, and window did not."""
         shaping = {}
         for key in all_keys():
             value = plain(self[key.name])
@@ -106,14 +106,17 @@ class Config(Sections):
             del shaping["pos_emb_layers"]
         not_empty = {key: value for key, value in shaping.items() if value != {}}
         not_empty.pop("pos_emb_file", None)
-        texts = [json.dumps(_canonical(not_empty), sort_keys=True)]
+        spellings = [not_empty]
         if self.pos_emb_code is not None:  # the text counts, not where the file is
             names = NAMES_IN_FILES.get(syntax_fingerprint(self.pos_emb_code))
-            if names is None or any(json.dumps(name) in texts[0] for name in names):
-                texts.clear()
+            text = json.dumps(not_empty)
+            if names is None or any(json.dumps(name) in text for name in names):
+                spellings.clear()
             for digest_of in (syntax_fingerprint, fingerprint):
-                not_empty["pos_emb_file"] = digest_of(self.pos_emb_code)
-                texts.append(json.dumps(_canonical(not_empty), sort_keys=True))
+                spellings.append(not_empty | {"pos_emb_file": digest_of(self.pos_emb_code)})
+        if "window" in not_empty:
+            spellings.append({key: spellings[0][key] for key in spellings[0] if key != "window"})
+        texts = [json.dumps(_canonical(settings), sort_keys=True) for settings in spellings]
         return [fingerprint(text)[:12] for text in texts]
 
     def model_keys(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Spellings of GPT-NeoX, KERPLE and MEP: what each means here, or why it has no effect.
+"""Spellings of GPT-NeoX, KERPLE, MEP and DAPE: what each means here, or why it has no effect.
 
 legacy.yml lists all that needs no computation.
 """
@@ -22,6 +22,7 @@ RENAMED: dict[str, str] = SPELLINGS["renamed"]
 VALUES: dict[str, dict[str, str]] = SPELLINGS["values"]
 NO_EFFECT = {key: why for why, keys in SPELLINGS["no_effect"].items() for key in keys}
 OFF = {key: why for why, keys in SPELLINGS["must_be_off"].items() for key in keys}
+ELSEWHERE = {key: here for here, keys in SPELLINGS["elsewhere"].items() for key in keys}
 AFTER_MERGE: dict[str, str] = SPELLINGS["after_merge"]
 OPTIONS: dict[str, str] = SPELLINGS["options"]
 OLD = (*RENAMED, *NO_EFFECT, *OFF, *AFTER_MERGE, "bf16", "attention_config")
@@ -64,6 +65,9 @@ def translate(source: Mapping[str, Any], report: Report) -> dict[str, Any]:
             report.fault(f"{key}: {why}; set it to false or drop it")
         elif value is not ABSENT:
             report.no_effect(key, "it is off" if key in OFF else why)
+    for key, here in ELSEWHERE.items():
+        if _pop(settings, key) is not ABSENT:
+            report.fault(f"{key}: no such key; write {here}")
     _precision(settings, report)
 
     # One corpus for training, validation and test, as in the files of Pythia.
@@ -94,6 +98,10 @@ def translate(source: Mapping[str, Any], report: Report) -> dict[str, Any]:
     published = SPELLINGS["encodings"]
     if isinstance(name, str) and (name in published or name in ALIASES):
         meaning = published.get(name) or {ALIASES[name]: {}}
+        if isinstance(meaning, str):
+            del settings["pos_emb"]
+            report.fault(f"pos_emb: {name}: {meaning}")
+            return settings
         [(encoding, options)] = meaning.items()
         settings["pos_emb"] = encoding
         args = settings.get("pos_emb_args", {})
@@ -210,6 +218,8 @@ def fold(merged: dict[str, Any], options: set[str], report: Report) -> None:
         if old not in merged:
             continue
         value = merged.pop(old)
+        if old == "noise_seq_length" and isinstance(value, int):
+            value //= 2
         if option not in options:
             report.no_effect(old, f"pos_emb {name} has no such option")
         elif args.setdefault(option, value) != value:

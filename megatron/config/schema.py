@@ -84,7 +84,7 @@ WITHOUT_INFLUENCE = {
     "exit_duration",
 }
 WITH_INFLUENCE = {
-    *("window_layers", "paper_precision", "reset_attention_mask", "reset_position_ids"),
+    *("window", "window_layers", "paper_precision", "reset_attention_mask", "reset_position_ids"),
     *("parent.step", "parent.weights"),
 }
 BY_FILE_NAME = {
@@ -273,7 +273,7 @@ class Attention(Section):
     kind of input."""
     window: Length | Literal["train_length"] | None = None
     """Number of tokens that a token attends to, itself included; train_length: seq_length of the
-    training (a baseline for evaluation); unset: no limit."""
+    training (a baseline for evaluation); unset: no limit. It counts for the hash."""
     window_layers: Pattern[Length | Literal["train_length"] | None] = ()
     """Instead of window, for layers with different windows: a repeated pattern, such as
     `[512, null]`. It counts for the hash."""

@@ -1,5 +1,6 @@
 """From files and `key=value` words to plain dictionaries with underscored keys."""
 
+import json
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ MOST_BYTES = 200_000  # of one file; the largest shipped one has 5,000
 OVERRIDE = re.compile(r"([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
 SUFFIXES = ("", ".yml", ".yaml")
 TEXT = (str, str | None)  # annotations of keys that hold a text
+COMMENT = re.compile(r"(^|\s)#")
 
 
 def is_override(word: str) -> bool:
@@ -69,8 +71,14 @@ def read_overrides(words: Sequence[str], add_fault: Callable[[str], None]) -> di
             add_fault(f"{shortened(word)}: is neither a file nor key=value")
             continue
         *parents, key = match[1].replace("-", "_").split(".")
+        text = match[2]
+        holds_text = not parents and key in KEYS
+        holds_text = holds_text and SECTIONS[KEYS[key]].model_fields[key].annotation in TEXT
+        is_plain = text[:1] not in "[{'\"" and text not in ("null", "~")
+        if is_plain and (holds_text or COMMENT.search(text)):
+            text = json.dumps(text)  # save="runs/a #2", save=1235 and save="runs/a: b" name folders
         try:
-            value = parse(match[2])
+            value = parse(text)
         except ValueError as fault:
             add_fault(f"{shortened(word)}: {fault}")
             continue
@@ -79,10 +87,6 @@ def read_overrides(words: Sequence[str], add_fault: Callable[[str], None]) -> di
             if not isinstance(inner.get(part), dict):
                 inner[part] = Nested()
             inner = inner[part]
-        is_known = inner is settings and key in KEYS
-        takes_text = is_known and SECTIONS[KEYS[key]].model_fields[key].annotation in TEXT
-        if takes_text and isinstance(value, int | float):
-            value = match[2]  # save=1235 names a folder
         inner[key] = value
     return settings
 

@@ -17,6 +17,7 @@ from megatron.data.token_index import LARGEST_CARD, REMAKE, Stored, read_index, 
 from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.errors import CONTROL, UserError, in_words
 from megatron.files import (
+    ROOT,
     atomic_write_all,
     check_output,
     place_of,
@@ -103,8 +104,8 @@ class TokenFile:
         if missing:
             raise UserError(
                 f"data_path: there are no token files {place}.bin and {place}.idx (looked from"
-                f" {Path.cwd()}) - make them with prepare_data.py, for instance `python"
-                " prepare_data.py stdlib`; files elsewhere are copied to this machine first"
+                f" {Path.cwd()}) - make them: {preparing(place)}; files elsewhere are copied to"
+                " this machine first"
             )
         return cls(prefix, vocab)
 
@@ -248,6 +249,14 @@ class TokenFile:
                     f" goes on after token {end}, the end of a document, and others lack it -"
                     f" {REMAKE}"
                 )
+
+
+def preparing(prefix: str) -> str:
+    """The command that makes the token files of a prefix."""
+    name = Path(prefix).name.removesuffix("_text_document")
+    if os.path.exists(ROOT / "configs" / "data" / f"{name}.yml"):
+        return f"python prepare_data.py {name} (sizes: --list)"
+    return f"python prepare_data.py --input FILES --name {name}"
 
 
 def verify(prefix: str | Path) -> str:

@@ -106,7 +106,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--protocol", nargs="+", default=(), choices=tuple(PROTOCOLS), help=protocol)
     for name, option in OPTIONS.items():
         kind = number(*option.bounds)
-        add("--" + name.replace("_", "-"), type=kind, metavar="N", help=option.help)
+        add(f"--{name}", type=kind, metavar="N", help=option.help)
     keep = "losses of the first N targets in each row: which gain by context; default: none"
     add("--keep-losses", type=number(0, MOST_KEPT), default=0, metavar="N", help=keep)
 
@@ -148,7 +148,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 class _Words(CommandParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(message.removeprefix("argument "))
+        raise UserError(self.hinted(message).removeprefix("argument "))
 
 
 def words_of(options: Mapping[str, Any]) -> list[str]:

@@ -53,7 +53,8 @@ class Sloped(PerHead, DistanceBias):
     """A kernel with one slope s per head.
 
     slope_factor: multiplies every slope
-    slopes: one number, or a list of one per head; by default the published ones
+    slopes: one number, or a list of one per head; by default the published ones; a head with 0 has
+        no bias, as half the heads of NAPE (arXiv 2506.16640): [1, 0.5, 0, 0]
     learned_slopes: learn the slopes, starting from the given ones; learned slopes are at least 1e-6
     """
 
@@ -73,7 +74,8 @@ class Sloped(PerHead, DistanceBias):
         factor = positive("slope_factor", slope_factor)
         if slopes is None:
             slopes = self.published_slopes(shape.heads)
-        start = [factor * slope for slope in numbers("slopes", slopes, shape.heads)]
+        slopes = numbers("slopes", slopes, shape.heads, zero=True)
+        start = [factor * slope for slope in slopes]
         if learned_slopes:
             positive("learned_slopes", min(start), least=SLOPE_FLOOR)
             self.set_learned("slopes", torch.tensor(start))

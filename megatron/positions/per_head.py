@@ -38,8 +38,10 @@ class PerHead(Position):
         return self.rounded(self.bounded(name))[:, None]
 
 
-def numbers(name: str, value: Any, heads: int, most: float = MOST) -> list[float]:
-    """Positive numbers, one per head, or a UserError that names the option."""
+def numbers(
+    name: str, value: Any, heads: int, most: float = MOST, *, zero: bool = False
+) -> list[float]:
+    """Positive numbers, or 0 with zero, one per head; else a UserError that names the option."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         value = [value] * heads
     if len(value) != heads:
@@ -47,4 +49,4 @@ def numbers(name: str, value: Any, heads: int, most: float = MOST) -> list[float
             f"{name}: {len(value)} numbers for {heads} heads;"
             " give one per head, or one for all heads"
         )
-    return [positive(name, number, most=most) for number in value]
+    return [0.0 if zero and number == 0 else positive(name, number, most=most) for number in value]

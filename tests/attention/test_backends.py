@@ -4,9 +4,11 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from megatron.attention import BACKENDS, attention
+from megatron.positions import Shape, build
 from tests.attention.random_cases import (
     Case,
     error_of,
@@ -94,6 +96,17 @@ def test_values_may_have_fewer_or_more_features_than_queries_and_keys():
     q, k, v = torch.randn(2, 3, 19, 4), torch.randn(2, 3, 19, 4), torch.randn(2, 3, 19, 9)
     expected = attention(q.double(), k.double(), v.double(), backend="eager")
     torch.testing.assert_close(attention(q, k, v).double(), expected, rtol=0, atol=2e-6)
+
+
+def test_heads_of_slope_0_attend_as_without_an_encoding():
+    shape = Shape(heads=4, head_dim=8, hidden=32, train_length=64)
+    bias = build("alibi", shape, slopes=[1.0, 0.5, 0.0, 0.0]).distance_bias(300)
+    q, k, v = torch.randn(3, 2, 4, 300, 8)
+    plain = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    for backend in ("eager", "sdpa"):
+        out = attention(q, k, v, bias, backend=backend)
+        torch.testing.assert_close(out[:, 2:], plain[:, 2:], rtol=0, atol=2e-6)
+        assert (out[:, :2] - plain[:, :2]).abs().max() > 0.1
 
 
 def test_checkpointing_and_inference_change_nothing():

@@ -3,6 +3,9 @@
 import pytest
 
 from megatron.config import deepspeed_config, load
+from megatron.config.legacy import ELSEWHERE
+from megatron.config.legacy import NAMES as NAMES_OF_FORKS
+from megatron.config.schema import KEYS, all_keys
 from tests.config.small import FAULTS, SIZES, faults, loaded, write
 from tests.published import PATHS, RECIPE
 
@@ -156,6 +159,7 @@ NAMES = {
     "kerple_power_learned_norm": "scaled_distance with network: fixed",
     "kerple_power_norm_original_scaling__": "scaled_distance with slope_factor: 1.0",
     "snope_norm_original_scaling__": "mep_free; in the MEP fork many different mixtures carry",
+    "kerple": "kerple_log; in DAPE's code each layer learns its own numbers",
     "snope_kerplelog": "mep_param_t5; the released code mixes gaussian, exp, t5 and kerple_log",
 }
 
@@ -167,6 +171,42 @@ def test_published_names_of_encodings_are_understood_and_explained():
         assert config.notes[0].startswith(f"pos_emb: {theirs} means {ours}")
     words = ["pos_emb=kerple_power_norm_clip_original_scaling__", "pos_emb_args.clip=256"]
     assert loaded(*words).position.pos_emb_args == {"clip": 256, "slope_factor": 1.0}
+
+
+def test_files_of_dape_mean_what_its_code_computes():
+    """tests/golden has what its classes AliBi_C, ParallelKerpleLog_C and FIRE compute."""
+    for theirs, of in {"kerple_c": "kerple_log", "alibi_c": "alibi", "nope_c": "none"}.items():
+        config = loaded(f"pos-emb={theirs}", "mlp_width=16", "noise_seq_length=128")
+        assert config.hash == loaded("pos_emb=dape", f"pos_emb_args={{of: {of}, width: 16}}").hash
+    # FIRE(…, init_L=noise_seq_length) begins with init_L // 2.
+    options = loaded("pos-emb=fire", "mlp_width=32", "noise_seq_length=128").position.pos_emb_args
+    assert options == {"threshold": 64}
+    assert "dape with pos_emb_args: {of: fire" in faults("pos-emb=fire_c")[0]
+    assert "dape_v2" in faults("pos-emb=capev2", "mlp_width=32", "noise_seq_length=512")[0]
+
+
+@pytest.mark.parametrize(
+    ("word", "here"),
+    [
+        ("rope_theta=5e5", "pos_emb_args: {base: "),
+        ("rope_scaling={factor: 4}", "pos_emb: yarn"),
+        ("n_layer=2", "num_layers"),
+        ("n_embd=2", "hidden_size"),
+        ("block_size=8", "seq_length"),
+        ("max_steps=9", "train_iters"),
+        ("learning_rate=0.1", "optimizer.params.lr"),
+        ("per_device_train_batch_size=4", "train_micro_batch_size_per_gpu"),
+        ("alibi=true", "pos_emb: alibi"),
+    ],
+)
+def test_names_of_other_projects_are_answered_by_ours(word, here):
+    [line] = faults(word)
+    assert line.startswith(f"{word.partition('=')[0]}: no such key; write {here}")
+
+
+def test_the_table_of_other_projects_has_no_name_of_ours():
+    ours = {key.name for key in all_keys()} | KEYS.keys() | NAMES_OF_FORKS
+    assert not ours & ELSEWHERE.keys()
 
 
 def test_alibi_scaling_is_what_the_mep_fork_made_of_it():

@@ -87,6 +87,21 @@ def test_a_word_for_a_text_key_is_taken_as_text():
     assert (config.checkpoint.save, config.checkpoint.load) == ("1235", None)
     assert (config.logging.wandb_group, config.data.split) == ("1e5", "90,5,5")
     assert loaded("eval_lengths=64,128").evaluation.eval_lengths == (64, 128)
+    for folder in ("runs/exp #2", "#2", "a: b", "a: b: c", " a ", "- a", "@a", "true", "a' b"):
+        assert loaded(f"save={folder}").checkpoint.save == folder
+    assert loaded("save='a b'").checkpoint.save == "a b"
+    assert loaded("train_data_paths=a #1", BLEND[1]).data.train_data_paths == ("a #1",)
+    assert faults("seed=1 #2") == ["seed: must be a whole number, got '1 #2'"]
+
+
+def test_a_fault_of_a_file_is_reported_with_its_line(tmp_path):
+    lines = ["num_layers: 2", "hidden_size: 32"]
+    faulty = ("warmup:\u00a00.1", "warmup\uff1a0.1", "warmup:0.1")
+    for above in range(3):
+        for fault in faulty if above < 2 else (*faulty, "eval_lengths: [8"):
+            text = "\n".join([*lines[:above], fault, *lines[above:]])
+            file = write(tmp_path / "bad.yml", f"{text}\n\n")
+            assert f"(line {above + 1}: " in faults(paths=(file,))[0]
 
 
 def test_all_faults_come_in_one_message():

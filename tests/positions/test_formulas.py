@@ -112,10 +112,12 @@ def mixture(kernels: list[Any], *logs: Callable[[Numbers], Tensor] | Tensor) -> 
 
 EXP_HALF = {"exp": 0.5}
 TANH = tanh(column(TANH_SLOPES))
+NAPE = [2.0**-head for head in range(6)] + [0.0] * 6  # arXiv 2506.16640, get_nape_slopes
 CASES = [
     Case("alibi", {}, lambda of: ALIBI),
     Case("alibi", {"slope_factor": 0.5}, lambda of: HALF),
     Case("alibi", {"slopes": 0.25, "slope_factor": 0.5}, lambda of: (-0.125 * D).expand(12, -1)),
+    Case("alibi", {"slopes": NAPE}, lambda of: -column(NAPE) * D),
     Case("alibi", {"learned_slopes": True}, lambda of: -of("slopes", low=1e-6) * D),
     Case("gaussian", {"slopes": OLD_GAUSSIAN_SLOPES}, lambda of: -OLD * D**2),
     Case("tanh", {}, lambda of: TANH, rtol=1e-6, atol=2e-7),

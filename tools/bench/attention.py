@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--tables", nargs="+", choices=ENCODINGS, default=TABLES)
     add("--ways", nargs="+", choices=WAYS, help="default: all that run here")
     add("--heads", type=positive, default=12)
-    add("--head_dim", type=positive, default=64)
+    add("--head-dim", type=positive, default=64)
     options = parser.parse_args(argv)
     ways = options.ways or [way for way in WAYS if ON_GPU or way not in ("triton", "flex")]
     groups = []
