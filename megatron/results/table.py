@@ -315,9 +315,13 @@ def _notes(
     if len(groups) == 1:
         differing = [*NOTES]
 
-    def facts(row: Row, keys: Iterable[str]) -> str:
-        values = [(key, shown_fact(row, key)) for key in keys]
-        return ", ".join(NOTES[key].format(value) for key, value in values if value is not None)
+    def facts(row: Row, keys: Iterable[str], label: str = "") -> str:
+        words = []
+        for key in keys:
+            value = shown_fact(row, key)
+            if value is not None and f", {key} {plain(value)}," not in f"{label},":
+                words.append(NOTES[key].format(value))
+        return ", ".join(words)
 
     notes = []
     if shared := facts(rows[0], [key for key in NOTES if key not in differing]):
@@ -342,7 +346,7 @@ def _notes(
         if numbers:
             notes.append(f"{label}: {OF_ALL_TARGETS.name}: {', '.join(numbers)}")
     for label, group in groups.items():
-        if each and (words := facts(group[0], differing)):
+        if each and (words := facts(group[0], differing, label)):
             notes.append(f"{label}: {words}")
         refused = [row for row in group if quantity.of(row) is None]
         if refused:
