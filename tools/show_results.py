@@ -35,6 +35,8 @@ def main(argv: list[str] | None = None) -> int:
         how = {"over_seeds": options.over_seeds, "over_training": options.over_training}
         plot_results(rows, options.output, **how)
         print(f"\nplot: {options.output}")
+        if any(row.get("position_losses") for row in rows):
+            print("loss by position: tools/report.py draws it")
     return 0
 
 

@@ -27,7 +27,15 @@ from megatron.results.gain import gains_of
 from megatron.results.labels import kinds, runs, sections
 from megatron.results.row import TASK, Row, encoding_of, grouped, trained_length
 from megatron.results.statistics import half_octaves
-from megatron.results.table import GUESSES, TOKENS_RIGHT, cell, mean_and_std, setting, starred
+from megatron.results.table import (
+    GUESSES,
+    OTHER_TEXT,
+    TOKENS_RIGHT,
+    cell,
+    mean_and_std,
+    setting,
+    starred,
+)
 from megatron.splits import TASK_PREFIX
 
 GREY = "#666666"
@@ -49,8 +57,8 @@ SHADES, DARK = "Blues", 72  # a number is white from this percentage on
 
 NEAR = "Only the curves that stay below twice the highest value of the best one."
 OVER_SEEDS = (
-    "Each curve is a mean over seeds. A band is one standard deviation over seeds to either side;"
-    " one seed has no band."
+    "Each curve is a mean over seeds. A band or bar is one standard deviation over seeds to either"
+    " side; one seed has none."
 )
 GAINS = (
     "Percentage of targets whose loss falls (above) or rises (below) by more than so many nats from"
@@ -103,11 +111,15 @@ Groups = Mapping[str, Sequence[Row]]  # the rows of each curve, by its label
 
 
 class Panel(NamedTuple):
-    """Curves in one pair of axes: all rows by label, which give looks, and curves by label."""
+    """Curves in one pair of axes: all rows by label, which give looks, and curves by label.
+
+    joined: whether lines join the places of a curve; not where each place has its own text
+    """
 
     groups: Groups
     curves: Mapping[str, np.ndarray]
     axis: str
+    joined: bool = True
 
 
 def curve(points: Iterable[tuple[float, float | None]]) -> np.ndarray:
@@ -179,7 +191,9 @@ def draw_perplexity(*texts: Groups, without: Collection[str] = (), title: str = 
         curves = {}
         for label in groups.keys() - without:
             curves[label] = curve((row["length"], row["perplexity"]) for row in groups[label])
-        panels.append(Panel(groups, curves, "evaluation length (tokens)"))
+        protocols = {row.get("protocol") for rows in groups.values() for row in rows}
+        joined = protocols.isdisjoint(OTHER_TEXT)
+        panels.append(Panel(groups, curves, "evaluation length (tokens)", joined))
     return _draw(panels, "perplexity", title, NEAR if without else "")
 
 
@@ -300,11 +314,16 @@ def _draw(
                 label = f"{label} at {at[-1]:g}"
             every = max(1, len(at) // MARKERS_OF_A_CURVE)
             text = textwrap.fill(label, LETTERS)
+            if not panel.joined:
+                look["linestyle"] = "none"
             axes.plot(at, mean, markevery=every, clip_on=False, label=text, **look)
             low = mean - std
             if logarithmic:  # there is no place for a band that goes below zero
                 low = np.maximum(low, 0.01 * mean)
-            axes.fill_between(at, low, mean + std, color=look["color"], alpha=0.2, linewidth=0)
+            if panel.joined:
+                axes.fill_between(at, low, mean + std, color=look["color"], alpha=0.2, linewidth=0)
+            else:
+                axes.errorbar(at, mean, [mean - low, std], ecolor=look["color"], fmt="none")
         handles = sorted(axes.lines, key=lambda line: -line.get_ydata()[-1])
         for words, labels in (("too far above to be drawn", above), ("without a number", empty)):
             if labels:

@@ -247,6 +247,7 @@ def _add_text(page: Page, heading: str, members: Sequence[Row], against: str | N
         except UserError as fault:
             section.reason = str(fault)
         else:
+            comparisons.sort(key=lambda comparison: comparison.length)  # the last one is open
             section.compared, section.notes = tables_of(comparisons), how_made(comparisons)
     for label, group in groups.items():
         for row in group:

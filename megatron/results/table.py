@@ -312,9 +312,13 @@ def _notes(
     if len(groups) == 1:
         differing = [*NOTES]
 
-    def facts(row: Row, keys: Iterable[str]) -> str:
-        values = [(key, shown_fact(row, key)) for key in keys]
-        return ", ".join(NOTES[key].format(value) for key, value in values if value is not None)
+    def facts(row: Row, keys: Iterable[str], label: str = "") -> str:
+        words = []
+        for key in keys:
+            value = shown_fact(row, key)
+            if value is not None and f", {key} {plain(value)}," not in f"{label},":
+                words.append(NOTES[key].format(value))
+        return ", ".join(words)
 
     notes = []
     if shared := facts(rows[0], [key for key in NOTES if key not in differing]):
@@ -334,7 +338,7 @@ def _notes(
         which = f" {length} of {'; '.join(trained[length])}" if len(trained) > 1 else ""
         notes.append(f"* training length{which}")
     for label, group in groups.items():
-        if each and (words := facts(group[0], differing)):
+        if each and (words := facts(group[0], differing, label)):
             notes.append(f"{label}: {words}")
         refused = [row for row in group if quantity.of(row) is None]
         if refused:

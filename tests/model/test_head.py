@@ -1,13 +1,12 @@
 """The mean loss that never holds all logits: values, gradients and memory."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from megatron.config import load
 from megatron.model import from_config, head
+from tests.support import measures_memory, memory_below
 
 
 @pytest.mark.parametrize(
@@ -48,23 +47,15 @@ def test_one_token_many_times_does_not_overflow_in_float16():
     )
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+@measures_memory
 def test_the_mean_loss_needs_the_memory_of_a_block_not_of_all_logits(monkeypatch):
     monkeypatch.setattr(head, "HEAD_TOKENS", 256)
-    x = torch.randn(4096, 16, requires_grad=True)
+    x = torch.randn(2048, 16, requires_grad=True)
     matrix = torch.randn(50304, 16, requires_grad=True)
     head.mean_loss(x[:8], matrix, torch.zeros(8, dtype=torch.long)).backward()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
-    before = peak()
-    head.mean_loss(x, matrix, torch.randint(50304, (4096,))).backward()
-    block = 256 * 50304 * 4 / 1024  # KiB: all 4096 tokens' logits are 16 of these
-    assert peak() - before < 4 * block
-
-
-def peak() -> int:
-    """The most memory of this process since then, in KiB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if "VmHWM" in line)
+    block = 256 * 50304 * 4  # bytes: all 2048 tokens' logits are 8 of these
+    with memory_below(4 * block):
+        head.mean_loss(x, matrix, torch.randint(50304, (2048,))).backward()
 
 
 @torch.no_grad()

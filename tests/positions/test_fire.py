@@ -1,14 +1,13 @@
 """FIRE in pieces, and far beyond the lengths of the authors' numbers."""
 
 import math
-import resource
-import sys
 
 import pytest
 import torch
 
 from megatron.attention import attention
 from megatron.positions import Shape, build, fire
+from tests.support import measures_memory, memory_below
 
 SHAPE = Shape(heads=3, head_dim=8, hidden=24, train_length=64)
 
@@ -42,13 +41,12 @@ def test_keys_may_come_in_any_order_and_queries_in_any_portion(monkeypatch):
     torch.testing.assert_close(position.index_bias(queries, keys), whole, rtol=0, atol=1e-6)
 
 
-def test_long_texts_need_no_square_of_memory():
+@measures_memory
+def test_long_texts_need_no_square_of_memory(monkeypatch):
+    monkeypatch.setattr(fire, "NUMBERS", 2**16)
     position = build("fire", Shape(1, 4, 4, 64), mlp_layers=[4])
-    q, k, v = torch.randn(3, 1, 1, 8192, 4)
-    unit = 1 if sys.platform == "darwin" else 1024
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    with torch.no_grad():
+    q, k, v = torch.randn(3, 1, 1, 2816, 4)
+    # The square alone is 32 MB for one head, and the MLP's values four times that. A block of 256
+    # queries is 3 MB, and a few exist at a time.
+    with torch.no_grad(), memory_below(40e6):
         attention(q, k, v, index_bias=position.index_bias, backend="sdpa")
-    # The square alone is 268 MB for one head, and the MLP's values four times that. A block of 256
-    # queries is 8 MB, and a few exist at a time.
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - before < 200e6

@@ -134,6 +134,18 @@ def test_a_name_is_drawn_as_it_is_written(name, tmp_path):
     assert f'equal_tokens; perplexity; {name}: 10.00"' in html.unescape(page), "it is spoken"
 
 
+@pytest.mark.parametrize("protocol", ["paper", "position", "tail"])
+def test_no_line_joins_lengths_of_different_texts(protocol):
+    seeds = rows("t5", {512: 12.0, 1024: 9.0}, seed=1) + rows("t5", {512: 10.0, 1024: 8.0}, seed=2)
+    other = rows("rotary", {512: 12.0, 1024: 9.0}, seed=1)
+    (axes,) = draw_perplexity(kinds([row | {"protocol": protocol} for row in seeds + other])).axes
+    curves = [line for line in axes.lines if line.get_marker() != "None"]
+    assert [line.get_xdata().tolist() for line in curves] == [[512, 1024]] * 2
+    assert {line.get_linestyle() for line in curves} == {"-" if protocol == "tail" else "None"}
+    highest = max(y for _, y in axes.collections[0].get_paths()[0].vertices)
+    assert highest == pytest.approx(11 + math.sqrt(2))
+
+
 def test_a_mean_over_seeds_has_a_band_and_every_length_needs_all_seeds():
     seeds = rows("t5", {512: 12.0, 1024: 9.0, 2048: None}, seed=1)
     seeds += rows("t5", {512: 10.0, 1024: 9.0, 2048: 7.0}, seed=2)

@@ -116,6 +116,10 @@ def test_encodings_are_compared_on_the_same_text_or_the_page_says_why_not():
     differences = [line[table[0].index("loss - a")] for line in table]
     assert differences == ["loss - a", "", "+0.2100", "+0.1000"]
     assert "two-sided" in page
+    longer = [*seeds_of("a", [0.0], length=1024), *seeds_of("b", [0.1], length=1024)]
+    for in_order in ([*longer, *shifted], [*shifted, *longer]):
+        page = page_of_rows(in_order).html("t")
+        assert re.findall(r"<details open><summary>length (\d+)", page) == ["1024"]
     apart = page_of_rows(rows("alibi", {512: 10.0}) + rows("mep", {512: 10.0})).html("t")
     assert "nothing can be compared with alibi:" in apart
     assert "mep: no losses by window" in apart

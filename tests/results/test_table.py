@@ -72,6 +72,18 @@ def test_what_a_reader_must_know_of_numbers_is_noted():
     assert f"\n{stars}" in table(TWO + longer)
 
 
+def test_a_note_does_not_repeat_its_label():
+    measured = []
+    for step in (2, 20):
+        measured += rows("rotary", {512: 9.0}, step=step, seed=1)
+    text = table(measured)
+    assert "rotary, step 20 " in text
+    assert "rotary, step 2:" not in text
+    assert "rotary, step 20:" not in text
+    measured[0] |= {"seed": 2, "config_hash": "cd"}
+    assert "rotary, step 2: seed 2, config cd" in table(measured)
+
+
 def test_a_mean_over_seeds_is_over_all_or_none():
     measured = rows("alibi", {512: 10.0, 1024: 9.0}, seed=1, config_hash="1")
     measured += rows("alibi", {512: 12.0, 1024: None}, seed=2, config_hash="2")
