@@ -17,7 +17,7 @@ INSTALLED := $(VENV)/installed
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-data demo-mep_free demo-rotary test test-docs gpu-check fuzz faults results results-cpu results-tasks results-abacus results-context results-recipe results-growth results-sinks results-documents results-pretrained encodings lint format docs clean
+.PHONY: demo demo-data demo-mep_free demo-rotary test test-docs gpu-check fuzz faults results results-cpu results-tasks results-abacus results-atlas results-context results-recipe results-growth results-sinks results-documents results-pretrained encodings lint format docs clean
 
 # Everything goes through the commands that a user types. The results are in demo/; an interrupted demo continues where
 # it was. Both encodings are trained at the same time, each on its share of the cores.
@@ -81,6 +81,7 @@ faults: $(INSTALLED)
 #   make results PART=tasks     fourteen encodings on nine tasks: seven hours of one core
 #   make results PART=abacus    addition with places of digits: about an hour of one core
 #   make results PART=context   twelve encodings that copy from beyond their training length: nine hours of one core
+#   make results PART=atlas     every encoding on the text of context and four tasks, without what docs/results/atlas has
 #   make results PART=recipe    five encodings under eight recipes on code and two tasks: seven hours of one core
 #   make results PART=growth    three encodings whose windows grow or not: five hours of one core
 #   make results PART=sinks     rotary and ALiBi with windows and learned sinks: three and a half hours of one core
@@ -116,6 +117,9 @@ $(CONTEXT).idx: | $(INSTALLED)
 results-context results-recipe results-growth: $(CONTEXT).idx
 	$(PY) tools/sweep.py run configs/sweeps/$(@:results-%=%).yml --jobs 2
 	$(REPORT)
+
+results-atlas: $(CONTEXT).idx
+	$(PY) tools/sweep.py run configs/sweeps/atlas.yml --skip $(wildcard docs/results/atlas/*.jsonl) --jobs 2
 
 results-sinks results-documents: $(INSTALLED)
 	$(MAKE) --no-print-directory demo-data

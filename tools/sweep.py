@@ -11,6 +11,7 @@ python tools/sweep.py collect configs/sweeps/cpu.yml         the rows so far, al
 import collections
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from megatron.data.tokens import preparing
 from megatron.errors import UserError
 from megatron.evaluation.options import number
 from megatron.parallel.machine import in_bytes
+from megatron.results.files import read_rows
 from megatron.splits import TASK_PREFIX
 from megatron.sweeps.cells import (
     State,
@@ -48,6 +50,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--folder", type=Path, metavar="DIR", help="where the runs are; default: runs/sweeps/NAME")
     only = "AXIS=VALUE[,VALUE]"
     add("--only", nargs="+", default=[], metavar=only, help="some cells of the grid")
+    skip = "leave out the cells that have rows in these files"
+    add("--skip", nargs="+", default=[], metavar="FILE", help=skip)
     add("--dry-run", action="store_true", help="show the plan of run, and its cost")
     jobs = "runs at a time; default: one per GPU, or one"
     add("--jobs", type=number(1, 10**4), metavar="N", help=jobs)
@@ -69,6 +73,11 @@ def main(argv: list[str] | None = None) -> int:
         print(collected(options.file, options.folder))
         return 0
     sweep = load_sweep(options.file, options.folder, options.only)
+    measured = {row["config_hash"] for row in read_rows(options.skip)}
+    cells = tuple(cell for cell in sweep.cells if cell.config.hash not in measured)
+    if not cells:
+        raise UserError("--skip: every cell has rows")
+    sweep = replace(sweep, cells=cells)
     states = [state_of(cell) for cell in sweep.cells]
     if options.what == "status":
         print("\n".join(status(sweep, states)))

@@ -42,6 +42,8 @@ def test_a_run_that_fails_is_shown_with_its_reason_and_the_others_go_on(file, wh
     collected = call("tools/sweep.py", "collect", file, "--folder", folder)
     assert collected.stdout == f"6 rows in {results}\n"
     assert rows(folder) == before
+    rest = call("tools/sweep.py", "status", file, "--folder", folder, "--skip", results)
+    assert rest.stdout.splitlines()[0].startswith("tiny: 1 cells, 1 failed")
     # A finished cell keeps its weights and no optimizer states.
     names = {path.name for path in (folder / f"good-1/global_step{STEPS}").iterdir()}
     assert names == {"checkpoint.json", "config.yml", "model.safetensors"}
