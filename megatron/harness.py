@@ -81,7 +81,10 @@ def evaluate_tasks(
         model.use_attention(attention)
         logger.info("%s at %d tokens", ", ".join(names), length)
         hflm: Any = HFLM(
-            as_transformers(model), tokenizer=theirs, max_length=length, device=str(device)
+            pretrained=as_transformers(model),
+            tokenizer=theirs,
+            max_length=length,
+            device=str(device),
         )
         try:
             results: Any = ask(
