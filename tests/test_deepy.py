@@ -1,9 +1,5 @@
 """The launcher: checks first, then a process for each device, and their exit status."""
 
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +8,6 @@ import torch
 import deepy
 from megatron.config import load
 from megatron.errors import UserError
-from tests.support import ROOT, unlaunched
 
 TINY = [
     "num_layers=2",
@@ -22,28 +17,6 @@ TINY = [
     "max_position_embeddings=64",
 ]
 TRAIN = [*TINY, "data_path=a", "save=b", "train_iters=1"]
-
-
-@pytest.mark.distributed
-def test_ctrl_c_on_two_ranks_saves_and_prints_one_line(corpus, tmp_path):
-    settings = ["train_iters=100000", "log_interval=10", "eval_interval=0"]
-    words = [*TINY, *settings, "tokenizer_type=CharLevelTokenizer", f"data_path={corpus}"]
-    process = subprocess.Popen(
-        [sys.executable, ROOT / "deepy.py", "train.py", *words, "save=run", "num_gpus=2"],
-        cwd=tmp_path,
-        env=unlaunched() | {"CUDA_VISIBLE_DEVICES": ""},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    err = process.communicate(timeout=120)[1]
-    assert process.returncode == 130, err
-    assert "Traceback" not in err
-    assert len([line for line in err.splitlines() if line.startswith("stopped at step")]) == 1
-    assert (tmp_path / "run" / "latest").exists()
 
 
 def test_files_end_where_the_options_of_the_script_begin(tmp_path):

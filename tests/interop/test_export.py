@@ -46,7 +46,7 @@ from megatron.interop.importing import (
 )
 from megatron.model import from_config
 from megatron.positions import FILES, REGISTRY
-from tests.encodings import every_signature
+from tests.encodings import every_hook
 from tests.interop.models import (
     BUMP,
     CASES,
@@ -90,7 +90,7 @@ def check_same_in_transformers(folder, model):
     assert continued[0, TRAINED - 4 :].tolist() == greedy(model, prompt, 12)
 
 
-@every_signature
+@every_hook
 def test_every_encoding_is_the_same_model_in_transformers(name, tmp_path):
     grouped = ["num_key_value_heads=2"] if REGISTRY[name].grouped_queries else []
     folder, model = exported(tmp_path, *OWN, *grouped, *of_encoding(name))

@@ -11,7 +11,7 @@ from attention import forks
 
 from megatron.attention import attention
 from megatron.positions import REGISTRY, Shape, build
-from tests.encodings import SAMPLE
+from tests.encodings import FEW
 
 QUICK = ["--threads", "1", "--rounds", "3"]
 HEADS = ["--heads", "2", "--head_dim", "8", "--dtypes", "float32"]
@@ -42,11 +42,12 @@ def test_every_way_is_measured_beside_plain_attention(tmp_path, capsys):
     assert "| sdpa, frozen | " in capsys.readouterr().out
 
 
-def test_a_dense_way_takes_its_matrices(tmp_path):
-    words = ["--lengths", "1024", "8192", "--tables", "frozen", "--ways", "eager", "sdpa", *HEADS]
+def test_a_dense_way_takes_its_matrices(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_attention, "LONGEST_DENSE", 1024)
+    words = ["--lengths", "1024", "2048", "--tables", "frozen", "--ways", "eager", "sdpa", *HEADS]
     words += ["--rounds", "1"]
     rows = rows_of(bench_attention, tmp_path / "rows.json", words)
-    short, long = (f"float32, forward, 1 x {length}" for length in (1024, 8192))
+    short, long = (f"float32, forward, 1 x {length}" for length in (1024, 2048))
     assert (long, "plain") in rows
     assert (long, "eager, frozen") not in rows
     matrix = 2 * 1024**2 * 4
@@ -111,11 +112,11 @@ def test_every_encoding_has_a_line(monkeypatch, capsys):
     for name in REGISTRY:
         build(name, Shape(3, 8, 24, 16), **bench_step.options_in_file(name, 32))
     assert bench_step.options_in_file("learned", 32)["max_positions"] == 32
-    monkeypatch.setattr(bench_step, "REGISTRY", SAMPLE)  # of each kind, to save time
+    monkeypatch.setattr(bench_step, "REGISTRY", FEW)  # of each kind, to save time
     words = ["--encodings", "all", "--length", "32", "--rounds", "1"]
     assert bench_step.main([*MODEL, *words]) == 0
     printed = capsys.readouterr().out
-    for name in SAMPLE:
+    for name in FEW:
         assert printed.count(f"| {name} |") >= 2
 
 
