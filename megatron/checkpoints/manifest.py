@@ -27,7 +27,6 @@ FOLDER = re.compile(r"global_step(\d+)")
 WEIGHTS = "model.safetensors"
 SETTINGS = "config.yml"
 ENGINE_STATE = "*_states.pt"  # DeepSpeed's files in a checkpoint, for resuming alone
-QUANTIZATION = "quantization"  # entry of an import whose weights were quantised, and key of rows
 TOKENIZER = "tokenizer"  # folder of a run that was imported
 SUM = "sha256"
 NO_SUM = "0" * 64  # stands in the text whose sum is taken
@@ -142,7 +141,7 @@ def is_verifiable(record: Mapping[str, Any]) -> bool:
 def imported_class(record: Mapping[str, Any]) -> str | None:
     """Hugging Face's class that the weights were imported from, or None: their seed is unknown."""
     origin = record.get("origin") or {}
-    return origin.get("architecture") if origin.get("kind") in ("huggingface", "gguf") else None
+    return origin.get("architecture") if origin.get("kind") == "huggingface" else None
 
 
 def weights_of(path: Path, record: Mapping[str, Any]) -> str:

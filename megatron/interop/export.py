@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, normalizers, processors
 from torch import Tensor
 
-from megatron.checkpoints.manifest import QUANTIZATION, SETTINGS, imported_class, write_record
+from megatron.checkpoints.manifest import SETTINGS, imported_class, write_record
 from megatron.checkpoints.write import synced
 from megatron.config import Config
 from megatron.config.config import COPY
@@ -51,7 +51,6 @@ PUBLISHED = (
     "tokenizer",
     "corpus",
     "windows_per_step",
-    QUANTIZATION,
 )
 """Entries of checkpoint.json that the exported one repeats."""
 PRIVATE = ("checkpoint", "logging", "launch")  # sections of folders, accounts and machines

@@ -1,4 +1,4 @@
-"""Open a folder of Hugging Face's, or a GGUF file, by transformers. Nothing in it is run."""
+"""Open a folder of Hugging Face's by transformers. Nothing in it is run."""
 
 import logging
 import re
@@ -19,7 +19,6 @@ from megatron.checkpoints.read import check_memory, fill, opened
 from megatron.config import Config
 from megatron.errors import UserError, in_words
 from megatron.files import read_small
-from megatron.interop import gguf
 from megatron.interop.families import (
     ENCODING,
     FAMILIES,
@@ -30,7 +29,6 @@ from megatron.interop.families import (
     write_weights,
 )
 from megatron.model import GPT, Architecture, from_config
-from megatron.model.size import parameters
 
 logger = logging.getLogger(__name__)
 
@@ -52,15 +50,12 @@ BYTES = 8  # of a weight while it is read: theirs and ours in float32
 def open_folder(folder: Path) -> tuple[GPT, Config, Any]:
     """The model in float32 and eval mode, its configuration, and transformers' own of its class.
 
-    folder: with config.json, or a GGUF file
     Raises UserError for another architecture, for a key that changes the result and is not offered,
     and for weights that are damaged, missing, left over or of another shape.
     """
     family, config, theirs = read_settings(folder)
     vocab = theirs["vocab_size"]
     check_memory(folder, config, vocab, BYTES)
-    if gguf.is_gguf(folder):
-        gguf.check_tensors(folder, parameters(config, vocab).whole)
     loaded, program = load_class(folder, family, theirs)
     weights = loaded.state_dict()
     prefix = family.trunk + IN_TRUNK
@@ -130,23 +125,19 @@ def load_class(folder: Path, family: Family, settings: dict[str, Any]) -> tuple[
     transformers.logging.disable_progress_bar()
     program = f"transformers {transformers.__version__} {family.architecture}"
     try:
-        with gguf.place_of(folder) as (place, option):
-            loaded, report = getattr(transformers, family.architecture).from_pretrained(
-                place,
-                config=transformers.CONFIG_MAPPING[family.model_type].from_dict(
-                    family.nested(settings)
-                ),
-                dtype=torch.float32,
-                local_files_only=True,
-                use_safetensors=True,
-                attn_implementation="eager",  # config.json may ask for one that is not installed
-                ignore_mismatched_sizes=True,  # they are in the report
-                output_loading_info=True,
-                key_mapping={f"^{re.escape(family.inside)}": ""} if family.inside else None,
-                **option,
-            )
-    except UserError:
-        raise
+        loaded, report = getattr(transformers, family.architecture).from_pretrained(
+            folder,
+            config=transformers.CONFIG_MAPPING[family.model_type].from_dict(
+                family.nested(settings)
+            ),
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            attn_implementation="eager",  # config.json may ask for one that is not installed
+            ignore_mismatched_sizes=True,  # they are in the report
+            output_loading_info=True,
+            key_mapping={f"^{re.escape(family.inside)}": ""} if family.inside else None,
+        )
     except Exception as fault:  # it raises many kinds
         raise UserError(
             f"{folder}: {program} cannot open it ({in_words(fault):.300}) - correct its"
@@ -255,9 +246,8 @@ def family_of(folder: Path) -> tuple[Family, dict[str, Any]]:
 
 def read_settings(folder: Path) -> tuple[Family, Config, dict[str, Any]]:
     """The family of the model in a folder, its configuration, and the keys of its config.json."""
-    is_file = gguf.is_gguf(folder)
-    place = folder if is_file else folder / SETTINGS
-    family, theirs = gguf.settings_of(folder) if is_file else family_of(folder)
+    place = folder / SETTINGS
+    family, theirs = family_of(folder)
     unset = (None, False, {}, [])
     unknown = sorted(
         key

@@ -11,7 +11,7 @@ from megatron.checkpoints.read import load_for_evaluation, load_model, read_meta
 from megatron.checkpoints.saved import step_of, steps_in
 from megatron.config import Config
 from megatron.errors import UserError, in_words, missing_package
-from megatron.interop import gguf, huggingface, reference
+from megatron.interop import huggingface, reference
 from megatron.model import GPT
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ PREFIX = "gpt."  # of the names of weights in an export that has our own class
 class OpenedModel(NamedTuple):
     """A checkpoint from anywhere.
 
-    kind: what `kind_of` calls it; folder: the source's own, or a GGUF file
+    kind: what `kind_of` calls it; folder: the source's own
     model: float32, eval mode; config: what it is, in our keys; step: of its training, 0 if unknown
     record: checkpoint.json of an export; theirs: transformers' own model of a Hugging Face folder
     """
@@ -44,7 +44,7 @@ class OpenedModel(NamedTuple):
 def open_model(source: str | Path, *, config: Config | None = None) -> tuple[GPT, Config]:
     """A model in float32 and eval mode with its configuration, wherever it comes from.
 
-    source: a folder of Hugging Face's, the name of a model of its hub, or a GGUF file; a run or
+    source: a folder of Hugging Face's, or the name of a model of its hub; a run or
         checkpoint of ours; a checkpoint of GPT-NeoX, KERPLE or MEP, with its configuration as
         `config`
     model(ids [batch, length]) -> logits [batch, length, rows of the source's vocabulary]
@@ -81,7 +81,7 @@ def open_checkpoint(source: str | Path, config: Config | None = None) -> OpenedM
             )
         model, config = reference.load_reference(folder, config)
         return OpenedModel(kind, folder, model, config, step_of(folder) or 0)
-    if kind in ("huggingface", "gguf"):
+    if kind == "huggingface":
         model, config, theirs = huggingface.open_folder(folder)
         return OpenedModel(kind, folder, model, config, theirs=theirs)
     if kind == "exported":
@@ -95,7 +95,7 @@ def open_checkpoint(source: str | Path, config: Config | None = None) -> OpenedM
         return OpenedModel(kind, folder, model, config, record["step"], record)
     raise UserError(
         f"{folder}: holds no checkpoint that is known here - give a folder with"
-        f" {huggingface.SETTINGS}, a GGUF file, a run or global_stepN of ours, or global_stepN of"
+        f" {huggingface.SETTINGS}, a run or global_stepN of ours, or global_stepN of"
         f" GPT-NeoX with its {reference.FILES}, which pipe_parallel_size: 0 does not write"
     )
 
@@ -105,8 +105,6 @@ def kind_of(folder: Path) -> str | None:
 
     exported: by export.py as our own class; an export as a class of transformers is huggingface
     """
-    if gguf.is_gguf(folder):
-        return "gguf"
     if has_sums(folder):
         return "exported" if (folder / SETTINGS).is_file() else "huggingface"
     if steps_in(folder) or (folder / RECORD).exists():
@@ -131,15 +129,15 @@ def check_sums(folder: Path) -> None:
 
 
 def local_folder(source: str | Path) -> Path:
-    """The folder of a source, or its GGUF file; a model of the hub is downloaded if need be."""
+    """The folder of a source; a model of the hub is downloaded if need be."""
     folder, name = Path(source), str(source)
-    if folder.is_dir() or gguf.is_gguf(folder):
+    if folder.is_dir():
         return folder
     on_hub = HUB_NAME.fullmatch(name)
     if folder.exists() or on_hub is None:
         raise UserError(
-            f"{folder}: is not a folder - give a checkpoint, a hub's owner/model, or a file"
-            f" NAME{gguf.ENDING}"
+            f"{folder}: is not a folder - give a checkpoint or a hub's owner/model; a GGUF file is"
+            " made a folder by transformers (docs/importing.md)"
         )
     name, revision = on_hub.groups()
     try:
