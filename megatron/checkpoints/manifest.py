@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron.config.schema import Parent
-from megatron.errors import UserError, in_words
+from megatron.errors import UserError, control_fault, in_words
 from megatron.files import read_small, write_text
 
 logger = logging.getLogger(__name__)
@@ -125,6 +125,9 @@ def read_record(path: Path) -> dict[str, Any]:
         if name not in record:
             raise Damaged([f"{file}: not readable (no {name} in it)"]) from None
         raise Damaged([f"{file}: {name} is {record[name]!r:.40}, which cannot be"]) from None
+    for name, value in record.items():
+        if control_fault(value):
+            raise Damaged([f"{file}: {name} has a control character, and no row can repeat it"])
     named = FOLDER.fullmatch(path.name)
     if named and int(named[1]) != record["step"]:
         raise Damaged([f"{file}: is the one of step {record['step']}"])
