@@ -76,9 +76,24 @@ def check_together(sections: Mapping[str, Any], report: Report, *, trains: bool 
                 report.fault(message)
 
 
+def _lacks_width(model: Model) -> bool:
+    """Whether a head has hidden_size / num_attention_heads features, and this is no whole number.
+
+    Layers of mla, gated_delta and kda may give all their sizes themselves.
+    """
+    kinds = set(model.layers or (ATTENTION,))
+    sizes = [model.head_dim] if ATTENTION in kinds else []
+    if LATENT in kinds:
+        sizes += [getattr(model, key) for key in OF_LATENTS if key != "q_lora_rank"]
+    if kinds - WITH_ENCODING:
+        sizes.append(model.linear_key_head_dim)
+    is_divided = model.head_dim is None and None in sizes
+    return is_divided and model.hidden_size % model.num_attention_heads > 0
+
+
 def _model(model: Model) -> Faults:
     heads, hidden = model.num_attention_heads, model.hidden_size
-    if model.head_dim is None and hidden % heads:
+    if _lacks_width(model):
         yield (
             f"hidden_size: {hidden} cannot be split over num_attention_heads = {heads};"
             f" try hidden_size = {max(hidden // heads, 1) * heads}"
@@ -191,7 +206,7 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
         entries = entries_of(position)
         for entry in entries:
             options_of(entry.name)
-        if model.head_dim is None and hidden % heads:
+        if _lacks_width(model):
             return  # it has no shape, which is reported already
         shape = shape_of(model)
         head_dim = model.head_dim or hidden // heads
