@@ -409,7 +409,8 @@ def test_what_cannot_be_exported_is_one_message_and_leaves_nothing(tmp_path, mon
     learned_with = {"type": "HFTokenizer", "hash": "0123456789ab", "eod": 0}
     other, _ = a_run(tmp_path / "other", "pos_emb=alibi", tokenizer=learned_with)
     assert export(other, tmp_path / "none").notes == ("No tokenizer: its files were not found.",)
-    monkeypatch.setattr(exporting, "TOLERANCE", -1.0)
+    monkeypatch.setattr("megatron.interop.huggingface.TOLERANCE", -1.0)
+    monkeypatch.setattr("megatron.interop.huggingface.ROUNDINGS", -1.0)
     message = "logits of PositionsGPTForCausalLM differ from ours by 0 at 64 tokens"
     assert message in refused(path, tmp_path / "out")
     full = mock.Mock(side_effect=SafetensorError("No space left on device (os error 28)"))

@@ -23,6 +23,7 @@ from megatron.evaluation.methods import MeasuredAttention
 from megatron.evaluation.options import method_or_none
 from megatron.generation.with_tokenizer import opened_with_tokenizer
 from megatron.interop import open_model
+from megatron.interop.export import export
 from megatron.interop.families import FAMILIES, read_weights, write_weights
 from megatron.interop.huggingface import WHOLE, open_folder, read_settings
 from megatron.interop.importing import (
@@ -188,6 +189,26 @@ def test_other_spellings_are_the_same_model(folder, tmp_path):
         theirs = transformers.AutoModelForCausalLM.from_pretrained(place)
         ids = random_ids(24)
         torch.testing.assert_close(open_model(place)[0](ids), theirs(ids).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.usefixtures("own_modules")
+@pytest.mark.parametrize("case", ["kimi linear", "qwen3.5"])
+def test_steep_weights_multiply_rounding_and_are_no_other_model(case, tmp_path):
+    """Logits of both programs are up to 1e-3 from float64, in which they agree."""
+    theirs = of_theirs(case)
+    with torch.no_grad():
+        for weight in theirs.parameters():
+            if weight.dim() > 1:
+                weight.normal_(std=3 / weight.shape[-1] ** 0.5)
+    theirs.save_pretrained(tmp_path / "theirs")
+    compared = import_checkpoint(tmp_path / "theirs", tmp_path / "run").compared
+    assert compared["largest_difference"] > 1e-5 * compared["largest_logit"]
+    assert export(tmp_path / "run", tmp_path / "out").architecture == type(theirs).__name__
+    model, _, theirs = open_folder(tmp_path / "theirs")
+    with torch.no_grad():
+        model.layers[1].mlp.dense_4h_to_h.weight[0, 0] += 1
+    with pytest.raises(UserError, match=r"logits of transformers .* differ from ours by"):
+        compared_with_transformers(theirs, model)
 
 
 @pytest.mark.parametrize("name", CASES["published"])
