@@ -36,7 +36,6 @@ from megatron.model.size import parameters
 logger = logging.getLogger(__name__)
 
 SETTINGS = "config.json"
-WEIGHTS = "model*.safetensors"
 WHOLE = "model.safetensors"
 LONGEST = 10_000_000  # bytes of config.json
 QUANTIZED = "quantization_config"
@@ -90,6 +89,15 @@ def open_folder(folder: Path) -> tuple[GPT, Config, Any]:
     return model.eval(), config, loaded
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a folder's weights, as transformers chooses them: others may lie there."""
+    names, index = [WHOLE], folder / f"{WHOLE}.index.json"
+    if index.is_file() and not (folder / WHOLE).is_file():
+        shards = read_json(index).get("weight_map")
+        names = {str(name) for name in shards.values()} if isinstance(shards, dict) else []
+    return [folder / name for name in sorted(names) if (folder / name).is_file()]
+
+
 class StoredWeights(dict[str, Tensor]):
     """Weights of transformers' class by name, each read from the folder when it is asked for.
 
@@ -100,13 +108,9 @@ class StoredWeights(dict[str, Tensor]):
     def __init__(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         super().__init__(weights)
         self.files: dict[str, Path] = {}
-        names = [WHOLE]  # as transformers chooses: other files may lie there
-        if not (folder / WHOLE).is_file():
-            index = folder / f"{WHOLE}.index.json"
-            names = sorted({*read_json(index)["weight_map"].values()}) if index.is_file() else []
-        for name in names:
-            with safe_open(folder / name, "pt") as opened:
-                self.files |= dict.fromkeys(opened.keys(), folder / name)
+        for file in weight_files(folder):
+            with safe_open(file, "pt") as opened:
+                self.files |= dict.fromkeys(opened.keys(), file)
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.files:

@@ -195,7 +195,7 @@ def sums_of(kind: str, folder: Path) -> dict[str, str]:
     """
     files = [folder] if kind == "gguf" else sorted(folder.glob(reference.FILES))
     if kind in ("huggingface", "exported"):
-        files = [folder / huggingface.SETTINGS, *sorted(folder.glob(huggingface.WEIGHTS))]
+        files = [folder / huggingface.SETTINGS, *huggingface.weight_files(folder)]
         files += paths_of(files_in(folder))
     written = read_record(folder).get("files", {}) if has_sums(folder) else {}
     return {file.name: (written.get(file.name) or entry_of(file))["sha256"] for file in files}

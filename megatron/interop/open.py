@@ -76,7 +76,7 @@ def open_checkpoint(source: str | Path, config: Config | None = None) -> OpenedM
         config, record = read_meta(folder)
         weights = (
             (name.removeprefix(PREFIX), tensor)
-            for file in sorted(folder.glob(huggingface.WEIGHTS))
+            for file in huggingface.weight_files(folder)
             for name, tensor in tensors_of(file)
         )
         model = load_model(folder, config, record, weights)

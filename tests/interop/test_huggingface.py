@@ -337,6 +337,23 @@ def test_damaged_and_missing_files_are_one_message_and_code_is_not_run(folder, t
         open_model(tmp_path / "absent")
 
 
+def test_new_weights_in_shards_of_any_name_are_imported_anew(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    place = edited(folder("llama"), tmp_path / "sharded")
+    weights = load_file(place / WHOLE)
+    (place / WHOLE).unlink()
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "weights-1.safetensors")}
+    (place / f"{WHOLE}.index.json").write_text(json.dumps(index))
+    runs = []
+    for scale in (1, 1, 0.5):
+        scaled = {name: scale * weight for name, weight in weights.items()}
+        save_file(scaled, place / "weights-1.safetensors")
+        runs.append(import_if_foreign(place))
+    assert runs[0] == runs[1] != runs[2]
+    norm = open_model(runs[2])[0].state_dict()["norm.weight"]
+    assert torch.equal(norm, scaled["model.norm.weight"])
+
+
 def test_a_name_of_the_hub_is_downloaded_without_code(folder, tmp_path, monkeypatch):
     downloads = {}
 
