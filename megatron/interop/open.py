@@ -1,5 +1,6 @@
 """One way into every checkpoint: ours, Hugging Face's, GPT-NeoX's and those of its forks."""
 
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,11 +10,13 @@ from megatron.checkpoints.manifest import RECORD, SETTINGS, SHOWN, faults_of
 from megatron.checkpoints.read import load_for_evaluation, load_model, read_meta, tensors_of
 from megatron.checkpoints.saved import step_of, steps_in
 from megatron.config import Config
-from megatron.errors import UserError, in_words
+from megatron.errors import UserError, in_words, missing_package
 from megatron.interop import gguf, huggingface, reference
 from megatron.model import GPT
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+logger = logging.getLogger(__name__)
+
+HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w./-]+))?")  # and a revision
 PIECES = "tokenizer.model"  # of SentencePiece
 HUB_FILES = ("*.safetensors", "*.json", PIECES, "merges.txt", SETTINGS)
 """Files that are downloaded: weights, settings and tokenizer, and no code."""
@@ -45,9 +48,18 @@ def open_model(source: str | Path, *, config: Config | None = None) -> tuple[GPT
         checkpoint of ours; a checkpoint of GPT-NeoX, KERPLE or MEP, with its configuration as
         `config`
     model(ids [batch, length]) -> logits [batch, length, rows of the source's vocabulary]
-    Raises UserError if it cannot be read, or is not what it says.
+    Raises UserError if it cannot be read, or is not what it says. An import compares logits with
+    those of transformers. This does not, because it would take twice the memory.
     """
-    opened = open_checkpoint(source, config)
+    try:
+        opened = open_checkpoint(source, config)
+    except ModuleNotFoundError as fault:
+        raise UserError(f"{source}: {missing_package(fault) or fault}") from None
+    if opened.theirs is not None:
+        logger.info(
+            "%s: logits are not compared with transformers' - tools/import_checkpoint.py does it",
+            source,
+        )
     return opened.model, opened.config
 
 
@@ -56,7 +68,7 @@ def open_checkpoint(source: str | Path, config: Config | None = None) -> OpenedM
     folder = local_folder(source)
     kind = kind_of(folder)
     check_sums(folder)
-    if config is not None and kind != "gpt-neox":
+    if config is not None and kind not in ("gpt-neox", None):
         raise UserError(f"{folder}: has its own configuration - leave the other one out")
     if kind == "ours":
         model, trained, record = load_for_evaluation(folder)
@@ -84,7 +96,7 @@ def open_checkpoint(source: str | Path, config: Config | None = None) -> OpenedM
     raise UserError(
         f"{folder}: holds no checkpoint that is known here - give a folder with"
         f" {huggingface.SETTINGS}, a GGUF file, a run or global_stepN of ours, or global_stepN of"
-        " GPT-NeoX"
+        f" GPT-NeoX with its {reference.FILES}, which pipe_parallel_size: 0 does not write"
     )
 
 
@@ -123,24 +135,32 @@ def local_folder(source: str | Path) -> Path:
     folder, name = Path(source), str(source)
     if folder.is_dir() or gguf.is_gguf(folder):
         return folder
-    if folder.exists() or not HUB_NAME.fullmatch(name):
+    on_hub = HUB_NAME.fullmatch(name)
+    if folder.exists() or on_hub is None:
         raise UserError(
             f"{folder}: is not a folder - give a checkpoint, a hub's owner/model, or a file"
             f" NAME{gguf.ENDING}"
         )
-    from huggingface_hub import snapshot_download  # only here: importing it takes long
-
+    name, revision = on_hub.groups()
     try:
+        from huggingface_hub import snapshot_download  # only here: importing it takes long
+
         # Without a network this finds what was downloaded before.
         return Path(
             snapshot_download(
-                name, allow_patterns=list(HUB_FILES), ignore_patterns=OF_ANOTHER_PROGRAM
+                name,
+                revision=revision,
+                allow_patterns=list(HUB_FILES),
+                ignore_patterns=OF_ANOTHER_PROGRAM,
             )
         )
-    except (OSError, ValueError, RuntimeError) as fault:
+    except (ImportError, OSError, ValueError, RuntimeError) as fault:
+        reason = missing_package(fault) or in_words(fault)
         patterns = " ".join(f"--include '{pattern}'" for pattern in HUB_FILES)
+        if revision:
+            patterns += f" --revision {revision}"
         raise UserError(
-            f"{name}: is not a folder here, and cannot be downloaded ({in_words(fault)}) - check"
+            f"{folder}: is not a folder here, and cannot be downloaded ({reason}) - check"
             f" the name, your rights and the network; or run `hf download {name} {patterns}"
             f" --local-dir {folder.name}` elsewhere, copy that folder here and give its path"
         ) from None

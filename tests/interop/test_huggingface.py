@@ -380,6 +380,14 @@ def test_a_name_of_the_hub_is_downloaded_without_code(folder, tmp_path, monkeypa
     assert import_if_foreign("someone/tiny").name.startswith("tiny-")
     with pytest.raises(UserError, match=r"someone/other: is not a folder here, and .* --local-dir"):
         open_model("someone/other")
+    assert open_model("someone/tiny@step3000")[0].vocab == VOCAB
+    assert downloads["someone/tiny"]["revision"] == "step3000"
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # as after `pip install .`
+    with pytest.raises(UserError, match=r"someone/tiny: is not a folder here, and .* pip install"):
+        open_model("someone/tiny")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UserError, match="transformers is not installed - pip install"):
+        open_model(folder("pythia"))
 
 
 def test_a_relative_of_rotary_is_written_as_its_earlier_spelling():
