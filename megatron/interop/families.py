@@ -271,7 +271,8 @@ class Family:
                 # Of several spellings the first is written.
                 pairs = reversed(list(self.values[key].items()))
                 spelled = {mine: other for other, mine in pairs}
-                value = spelled.get(value)
+                # One that has no spelling comes back as another, which is the reason to refuse it.
+                value = spelled.get(value, next(iter(self.values[key])))
             theirs[key] = value
 
         window = next((size for size in ours["window"] if size is not None), None)
@@ -292,7 +293,9 @@ class Family:
         theirs |= {key: layers[key] for key in self.layered if key in layers}
         options_of_layers = [next(iter(entry.values())) for entry in ours["pos_emb"]]
         options = options_of_layers[turning.index(1) if any(turning) else 0]
-        theirs |= {key: options.get(option) for key, option in self.position_keys.items()}
+        for key, option in self.position_keys.items():
+            if option in options:
+                theirs[key] = options[option]
         for key, (name, *_) in self.keys.items():
             if name == "seq_length" and "max_positions" in options:
                 theirs[key] = options["max_positions"]
@@ -317,7 +320,7 @@ class Family:
             compared = {key: ours[key] for key in ours if not key.startswith("linear_")}
         reasons = [f"{key}: {value}" for key, value in compared.items() if back[key] != value]
         for key, value in self.computed.items():
-            if theirs[key] != value:
+            if theirs.get(key, value) != value:
                 reasons.append(f"{key}: {theirs[key]}, where transformers computes {value}")
         if reasons:
             raise UserError(f"{self.architecture} is another model: {'; '.join(reasons)}")

@@ -409,11 +409,13 @@ def test_a_model_of_another_kind_says_why_it_is_none_of_theirs():
     shape = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=64"]
     for name, settings, message in (
         ("GPTNeoX", ["pos_emb=alibi"], "GPTNeoXForCausalLM is another model: .*pos_emb: .*alibi"),
-        ("Llama", [], "LlamaForCausalLM is another model: .*"),
+        ("Llama", [], "LlamaForCausalLM is another model: .*activation: gelu"),
+        ("Mpt", [], "MptForCausalLM is another model: .*pos_emb: "),
         ("GPTNeoX", ["num_key_value_heads=2"], "another model: num_key_value_heads: 2"),
     ):
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match=message) as fault:
             FAMILIES[f"{name}ForCausalLM"].config_of(load([], [*shape, *settings]), VOCAB)
+        assert "NoneType" not in str(fault.value)
 
 
 def test_what_transformers_does_not_take_or_compute_is_one_message(folder, tmp_path):
