@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from unittest import mock
 
 import huggingface_hub
 import numpy as np
@@ -189,6 +190,32 @@ def test_other_spellings_are_the_same_model(folder, tmp_path):
         theirs = transformers.AutoModelForCausalLM.from_pretrained(place)
         ids = random_ids(24)
         torch.testing.assert_close(open_model(place)[0](ids), theirs(ids).logits, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_keys_that_transformers_takes_from_elsewhere_are_taken_from_there(folder, tmp_path):
+    for number, (case, changes) in enumerate(CASES["elsewhere"]):
+        place = edited(folder(case), tmp_path / str(number), **changes)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(place)
+        ours, _ = open_model(place)
+        for ids in (random_ids(10, 1), random_ids(60, 1)):
+            expected = theirs(ids).logits
+            difference = (ours(ids) - expected).abs().max()
+            assert difference <= 1e-5 * expected.abs().max(), (case, changes)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["phi", "gpt-j"])
+def test_a_tied_matrix_with_a_bias_is_read_as_two(case, tmp_path):
+    with mock.patch.dict(MODELS, {case: MODELS[case] | {"tie_word_embeddings": True}}):
+        theirs = of_theirs(case)
+    theirs.save_pretrained(tmp_path / "theirs")
+    run = import_checkpoint(tmp_path / "theirs", tmp_path / "run").path
+    model, config, _ = load_for_evaluation(run)
+    expected = theirs(random_ids(20)).logits
+    torch.testing.assert_close(model(random_ids(20)), expected, rtol=0, atol=2e-5)
+    assert torch.equal(model.final_linear.weight, theirs.get_input_embeddings().weight)
+    assert config.model.no_weight_tying
 
 
 @pytest.mark.usefixtures("own_modules")
