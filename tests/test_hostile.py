@@ -137,7 +137,7 @@ def test_what_rows_will_repeat_has_no_control_characters(step, tmp_path):
     with pytest.raises(UserError, match="does not describe a token file"):
         read_card(sidecar)
     before = (step / "checkpoint.json").read_text()
-    write_record(step, json.loads(before) | {"parent_model": ESCAPE})
+    write_record(step, json.loads(before) | {"files": {}, "parent_model": ESCAPE})
     with pytest.raises(UserError, match="parent_model has a control character"):
         loaded_run(None, str(step), None)
     (step / "checkpoint.json").write_text(before)

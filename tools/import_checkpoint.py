@@ -5,9 +5,9 @@ python tools/import_checkpoint.py models/qwen3 -o runs/qwen3 --tokenizer tokeniz
 python tools/import_checkpoint.py neox/global_step143000 train.yml model.yml -o runs/neox
 
 SOURCE is a folder of Hugging Face's (GPT-NeoX, GPT-2, Llama, Mistral, Qwen 2, 3, 3-Next, 3.5,
-SmolLM3) or a model of its hub, a folder that export_checkpoint.py wrote, or a checkpoint of GPT-NeoX,
-KERPLE or MEP. Nothing in it is run. Sums of an exported folder are compared first. A model of
-Hugging Face's is compared with transformers' own class before anything is written.
+SmolLM3) or a model of its hub, a folder that export_checkpoint.py wrote, or a checkpoint of
+GPT-NeoX, KERPLE or MEP. Nothing in it is run. Sums of an exported folder are compared first. A
+model of Hugging Face's is compared with transformers' own class before anything is written.
 """
 
 import sys
