@@ -49,10 +49,11 @@ def evaluate_tasks(
     """
     try:
         from lm_eval.evaluator import simple_evaluate
-        from lm_eval.models.huggingface import HFLM
+        from lm_eval.models import huggingface
         from lm_eval.utils import make_table
 
-        ask: Any = simple_evaluate  # its decorator hides its parameters
+        ask: Any = simple_evaluate  # decorators hide the parameters of both
+        hflm: Any = huggingface.HFLM
     except ImportError as fault:
         raise UserError(
             f"--tasks: {fault.name} is not installed - pip install 'lm-eval[hf]>=0.4.13,<0.5'"
@@ -80,15 +81,12 @@ def evaluate_tasks(
     for attention, length in product(variations, lengths):
         model.use_attention(attention)
         logger.info("%s at %d tokens", ", ".join(names), length)
-        hflm: Any = HFLM(
-            pretrained=as_transformers(model),
-            tokenizer=theirs,
-            max_length=length,
-            device=str(device),
+        wrapped = hflm(
+            as_transformers(model), tokenizer=theirs, max_length=length, device=str(device)
         )
         try:
             results: Any = ask(
-                model=hflm, tasks=list(names), num_fewshot=shots, limit=limit, log_samples=False
+                model=wrapped, tasks=list(names), num_fewshot=shots, limit=limit, log_samples=False
             )
         except Exception as fault:  # whatever a task's code or the hub's library raises
             raise UserError(
