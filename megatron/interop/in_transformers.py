@@ -128,7 +128,7 @@ class CachedLayer(LayerCache, DynamicLayer):
 
 
 def before_trunk(trunk: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
-    """Compute what the layers read beside their input, and change the embeddings.
+    """Find the texts, change the embeddings, and say what a layer reads beside its input.
 
     attention_mask [batch, all tokens]: 1 for tokens, 0 for padding. Padding before a text is a text
     of its own. What is behind a text changes nothing in it.
@@ -152,6 +152,7 @@ def before_trunk(trunk: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
     if mask is not None and mask.dim() != 2:
         raise UserError("attention_mask: must be [batch, length], 1 for tokens and 0 for padding")
     if position_ids is not None and position_ids.shape[1:] != x.shape[1:2]:
+@torch.compiler.disable
         raise UserError(f"position_ids: {list(position_ids.shape)} must be {[batch, x.shape[1]]}")
     for padding, rows in rows_by_padding(mask, batch, length).items():
         ends[rows, padding - 1 : padding] = True
@@ -184,13 +185,18 @@ def before_trunk(trunk: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
         documents = None
 
     prepare(trunk.encodings, start, length)
-    plans = [
-        LayerPlan(trunk.encodings[index], "", window, None, "auto")  # those of a copy, in a copy
-        for index, window in trunk.encoding_of_layer
-    ]
-    kwargs["inputs_embeds"] = with_positions(plans[0].position, x, start, documents)
-    inputs = attention_inputs(plans, AttentionSettings(), slice(start, length), length, documents)
-    return (), kwargs | {"encoding_inputs": [inputs[plan] for plan in plans]}
+    first, _ = trunk.encoding_of_layer[0]
+    kwargs["inputs_embeds"] = with_positions(trunk.encodings[first], x, start, documents)
+
+    def inputs_of(layer: int) -> AttentionInputs:
+        # Each layer computes its tables: where it is computed again (use_reentrant), autograd runs
+        # through it alone, and could not run twice through tables that layers share.
+        index, window = trunk.encoding_of_layer[layer]
+        plan = LayerPlan(trunk.encodings[index], "", window, None, "auto")
+        new = slice(start, length)
+        return attention_inputs([plan], AttentionSettings(), new, length, documents)[plan]
+
+    return (), kwargs | {"encoding_inputs": inputs_of}
 
 
 def before_attention(attention: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
@@ -208,7 +214,7 @@ def before_attention(attention: Any, args: tuple, kwargs: dict[str, Any]) -> tup
             cache.layers[layer : layer + 1] = [CachedLayer()]
         cache = cache.layers[layer]
     kwargs["position_embeddings"] = x.new_ones(1, 1, 1), x.new_zeros(1, 1, 1)
-    return args, kwargs | {"encoding_inputs": (kwargs["encoding_inputs"][layer], x, cache)}
+    return args, kwargs | {"encoding_inputs": (kwargs["encoding_inputs"](layer), x, cache)}
 
 
 def encoded_attention(
@@ -218,6 +224,7 @@ def encoded_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
+@torch.compiler.disable
     dropout: float = 0.0,
     encoding_inputs: tuple[AttentionInputs, Tensor, LayerCache | None] | None = None,
     **_: Any,
@@ -236,6 +243,7 @@ def encoded_attention(
         raise UserError(
             f"attention_dropout: {dropout} is not offered; load the model with attention_dropout=0"
             " (GPT-2: attn_pdrop=0)"
+@torch.compiler.disable
         )
     inputs, x, cache = encoding_inputs
     with without_autocast(value):  # which would round scores and biases

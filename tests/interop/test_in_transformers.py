@@ -384,6 +384,29 @@ def test_recomputed_layers_and_bfloat16_train_alike(tmp_path):
     torch.testing.assert_close(rounded, plain, rtol=0.03, atol=0)
 
 
+@pytest.mark.parametrize("way", ["use_reentrant", "compiled"])
+def test_layers_that_are_computed_again_or_compiled_give_the_same_gradients(way):
+    model, ids = changed("llama", "kerple_log"), random_ids(60)  # all layers read one table
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    expected = model(ids, attention_mask=mask, labels=labels)
+    expected.loss.backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    forward = model
+    if way == "compiled":
+        forward = torch.compile(model, backend="eager")
+    else:
+        model.train().gradient_checkpointing_enable({"use_reentrant": True})
+        model.enable_input_require_grads()
+    again = forward(ids, attention_mask=mask, labels=labels)
+    again.loss.backward()
+    assert_near(again.logits[1], expected.logits[1])
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
 @torch.no_grad()
 def test_a_copy_of_a_model_has_an_encoding_of_its_own():
     model, ids = changed("llama", "kerple_log"), random_ids(60)
