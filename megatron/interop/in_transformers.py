@@ -18,7 +18,7 @@ from megatron.checkpoints.read import fill
 from megatron.errors import UserError
 from megatron.interop.families import ENCODING, FAMILIES, IN_TRUNK
 from megatron.interop.huggingface import StoredWeights
-from megatron.interop.modeling_positions_gpt import rows_by_padding
+from megatron.interop.modeling_positions_gpt import Encodings, rows_by_padding
 from megatron.interop.open import local_folder
 from megatron.model import AttentionSettings, positions_from_config
 from megatron.model.block import AttentionInputs, attend_with_encoding
@@ -72,7 +72,7 @@ def use(model: PreTrainedModel, name: str | None = None, **options: Any) -> PreT
                 " caches do not keep; take another encoding, or train it here and use"
                 " tools/export_checkpoint.py"
             )
-    encodings = nn.ModuleList(positions)
+    encodings = Encodings(positions)
     if name is None:
         stored, prefix = StoredWeights(local_folder(folder), {}), family.trunk + IN_TRUNK
         names = [name for name in stored.files if name.startswith(prefix)]

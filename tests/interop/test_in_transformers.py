@@ -17,6 +17,7 @@ from megatron.errors import UserError
 from megatron.interop import open_model, use
 from megatron.interop.families import FAMILIES, each_weight
 from megatron.interop.importing import import_checkpoint
+from megatron.interop.modeling_positions_gpt import PositionsGPTConfig, PositionsGPTForCausalLM
 from megatron.model import Architecture, from_config
 from megatron.positions import REGISTRY
 from tests.encodings import SAMPLE
@@ -405,6 +406,34 @@ def test_layers_that_are_computed_again_or_compiled_give_the_same_gradients(way)
     assert_near(again.logits[1], expected.logits[1])
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_weight_decay_of_their_trainer_spares_what_an_encoding_learns(tmp_path):
+    with_encoding = changed("llama", "sum", parts=["fox", "kerple_log"])
+    exported = PositionsGPTForCausalLM(
+        PositionsGPTConfig(
+            architecture={
+                "num_layers": 1,
+                "hidden_size": 32,
+                "num_attention_heads": 4,
+                "seq_length": 64,
+            },
+            encodings=[{"kerple_log": {}}],
+        )
+    )
+    for model, encodings, matrix in (
+        (with_encoding, with_encoding.model.encodings, with_encoding.lm_head.weight),
+        (exported, exported.gpt.positions, exported.gpt.layers[0].mlp.dense_h_to_4h.weight),
+    ):
+        arguments = transformers.TrainingArguments(
+            tmp_path, weight_decay=0.1, report_to=[], use_cpu=True
+        )
+        groups = transformers.Trainer(model, arguments).create_optimizer().param_groups
+        decay = {id(one): group["weight_decay"] for group in groups for one in group["params"]}
+        learned = list(encodings.parameters())
+        assert len(learned) >= 2
+        assert {decay[id(one)] for one in learned} == {0}
+        assert decay[id(matrix)] == 0.1
 
 
 @torch.no_grad()
