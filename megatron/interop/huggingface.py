@@ -121,6 +121,8 @@ def load_class(folder: Path, family: Family, settings: dict[str, Any]) -> tuple[
     """
     import transformers  # only here: importing it takes seconds
 
+    from megatron.interop.in_transformers import use  # so that encodings are loaded
+
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     program = f"transformers {transformers.__version__} {family.architecture}"
@@ -145,8 +147,6 @@ def load_class(folder: Path, family: Family, settings: dict[str, Any]) -> tuple[
             " writes those of a pytorch_model.bin anew"
         ) from None
     if ENCODING in settings:
-        from megatron.interop.in_transformers import use  # which imports this module
-
         use(loaded)
     weights = loaded.state_dict()
     faults = [f"{name} missing" for name in report["missing_keys"] if name in weights]
