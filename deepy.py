@@ -122,10 +122,7 @@ def launch(script: Path, words: Sequence[str], config: Config | None) -> NoRetur
     if config and script.name == "train.py":
         with_parent(config)  # a missing parent is found before processes start
         count = len(devices)
-        parallel = config.parallel
-        shared = Grid(ranks=count).sharing(
-            parallel.context_parallel_size, parallel.model_parallel_size
-        )
+        shared = Grid(ranks=count).sharing(config.parallel.context_parallel_size)
         config.check_batch(shared.data_ranks)
         kind = torch.device("cuda" if cuda else "cpu")
         check_fits(config, likely_rows(config), ranks=count, local_ranks=count, device=kind)

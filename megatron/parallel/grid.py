@@ -56,14 +56,12 @@ class Grid:
     """This process's rank, the number of ranks, and its device. `Grid()` is a process alone.
 
     context_ranks: how many neighbouring ranks share each text (`context_parallel_size`)
-    tensor_ranks: how many share each layer (`model_parallel_size`); they have the same texts
     """
 
     rank: int = 0
     ranks: int = 1
     device: torch.device = CPU
     context_ranks: int = 1
-    tensor_ranks: int = 1
 
     @property
     def first(self) -> bool:
@@ -73,28 +71,25 @@ class Grid:
     @property
     def data_rank(self) -> int:
         """Which texts this process has: ranks that share texts have one number."""
-        return self.rank // (self.context_ranks * self.tensor_ranks)
+        return self.rank // self.context_ranks
 
     @property
     def data_ranks(self) -> int:
         """How many texts are at work at a time."""
-        return self.ranks // (self.context_ranks * self.tensor_ranks)
+        return self.ranks // self.context_ranks
 
-    def sharing(self, context_ranks: int, tensor_ranks: int = 1) -> "Grid":
-        """The same process where so many neighbours share each text, or each layer.
+    def sharing(self, context_ranks: int) -> "Grid":
+        """The same process where so many neighbours share each text.
 
         Raises UserError if they do not divide the ranks.
         """
-        for key, size in {
-            "context_parallel_size": context_ranks,
-            "model_parallel_size": tensor_ranks,
-        }.items():
-            if self.ranks % size:
-                raise UserError(
-                    f"{key}: {size} ranks that share need a multiple of {size} ranks, and this run"
-                    f" has {self.ranks} - start it with deepy.py, num_gpus={size}, or set it to 1"
-                )
-        return replace(self, context_ranks=context_ranks, tensor_ranks=tensor_ranks)
+        if self.ranks % context_ranks:
+            raise UserError(
+                f"context_parallel_size: {context_ranks} ranks that share need a multiple of"
+                f" {context_ranks} ranks, and this run has {self.ranks} - start it with deepy.py,"
+                f" num_gpus={context_ranks}, or set it to 1"
+            )
+        return replace(self, context_ranks=context_ranks)
 
     def mean(self, value: Tensor) -> Tensor:
         """The mean of a tensor over all ranks; any shape, kept."""
