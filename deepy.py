@@ -11,7 +11,6 @@ kills them within 30 seconds and exits with 1.
 """
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,7 @@ from megatron.checkpoints.saved import with_parent
 from megatron.cli_errors import CommandParser, print_line, status_of
 from megatron.config import Config
 from megatron.errors import UserError
-from megatron.files import ROOT, read_small
+from megatron.files import ROOT
 from megatron.parallel.grid import Grid, free_port
 from megatron.parallel.launcher import Launcher, environments
 from megatron.training.batches import likely_rows
@@ -37,9 +36,6 @@ ON_THIS_MACHINE = ("evaluate.py", "generate.py")
 ONE_PROCESS = ("generate.py",)
 PURPOSES = {"train.py": "train", "evaluate.py": "evaluate"}
 HELP = {"-h", "--help"}
-
-HOST = re.compile(r"(?:\w[\w.-]*@)?(\w[\w.:-]*)\s+slots=[1-9]\d{0,3}")
-LARGEST_HOSTFILE = 1_000_000  # bytes
 
 Device = int | str  # as CUDA_VISIBLE_DEVICES names it: a number, or an identifier of a MIG slice
 
@@ -194,45 +190,18 @@ def devices_for(script: Path, config: Config | None) -> list[Device]:
 def launch_on_many_machines(script: Path, words: Sequence[str], config: Config) -> NoReturn:
     """Let DeepSpeed's launcher start the script on the machines of a hostfile, and wait.
 
-    Raises UserError if the file does not exist or is not one, or the launcher cannot start.
+    Raises UserError if it cannot.
     """
-    hostfile = Path(str(config.launch.hostfile))
-    try:
-        lines = read_small(hostfile, LARGEST_HOSTFILE).split(b"\n")
-    except OSError as fault:
-        raise UserError(
-            f"hostfile: {hostfile} does not exist or cannot be read ({fault.strerror}) - name a"
-            " file with lines `host slots=8`"
-        ) from None
-    line_of: dict[str, int] = {}
-    for number, line in enumerate(lines, 1):
-        text = line.decode("utf-8", errors="replace").split("#")[0].strip()
-        if not text:
-            continue
-        match = HOST.fullmatch(text)
-        if match is None:
-            raise UserError(
-                f"hostfile: {hostfile}:{number}: {text[:80]!r} is no line `host slots=8` - one"
-                " machine in each line, with its number of devices"
-            )
-        machine = match[1]
-        if machine in line_of:
-            raise UserError(
-                f"hostfile: {hostfile}: {machine} stands in lines {line_of[machine]} and {number} -"
-                " give each machine once, with all its devices"
-            )
-        line_of[machine] = number
-    if not line_of:
-        raise UserError(f"hostfile: {hostfile} has no machine - write lines `host slots=8`")
-
     from deepspeed.launcher import runner
 
     try:
+        os.stat(str(config.launch.hostfile))  # without one it would look for devices here
         runner.main(launcher_words(script, words, config))
     except (ValueError, RuntimeError, OSError, subprocess.CalledProcessError) as fault:
         raise UserError(
-            f"hostfile: {hostfile}: DeepSpeed's launcher cannot start ({fault}) - correct it, let"
-            " ssh reach every machine without a password, or start on each with torchrun"
+            f"hostfile: {config.launch.hostfile}: DeepSpeed's launcher cannot start ({fault}) -"
+            " write lines `host slots=8`, let ssh reach every machine without a password, or start"
+            " on each with torchrun"
         ) from None
     sys.exit(0)
 
