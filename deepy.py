@@ -26,8 +26,8 @@ from megatron.cli_errors import CommandParser, print_line, status_of
 from megatron.config import Config
 from megatron.errors import UserError
 from megatron.files import ROOT
-from megatron.parallel.grid import Grid, free_port
-from megatron.parallel.launcher import Launcher, environments
+from megatron.parallel.grid import Grid, free_port, learn_place, process_count
+from megatron.parallel.launcher import environments, run
 from megatron.training.batches import likely_rows
 from megatron.training.fits import check_fits
 
@@ -62,6 +62,9 @@ def _start(words: list[str]) -> None:
     script, rest = find_script(words[0]), words[1:]
     if HELP & set(rest):
         os.execv(sys.executable, [sys.executable, str(script), "--help"])
+    learn_place()
+    if process_count() > 1:  # srun, mpirun or torchrun has started a process for each device
+        _become(["-u", str(script), *rest], os.environ)
     config = checked_config(script, rest)
     if config is not None and config.only_measures and script.name == "train.py":
         script = find_script("evaluate.py")  # its processes, one for each device of this machine
@@ -128,10 +131,7 @@ def launch(script: Path, words: Sequence[str], config: Config | None) -> NoRetur
     ranks = environments(environment, len(devices), port)
     if len(ranks) == 1:
         _become(command, ranks[0])
-    ending = Launcher().run([sys.executable, *command], ranks)
-    if ending.message:
-        print_line(ending.message)
-    sys.exit(ending.status)
+    sys.exit(run([sys.executable, *command], ranks))
 
 
 def _become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
