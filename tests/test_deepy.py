@@ -1,6 +1,8 @@
 """The launcher: checks first, then a process for each device, and their exit status."""
 
+import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 import deepy
 from megatron.config import load
 from megatron.errors import UserError
+from tests.support import ROOT, unlaunched
 
 TINY = [
     "num_layers=2",
@@ -16,7 +19,24 @@ TINY = [
     "seq_length=64",
     "max_position_embeddings=64",
 ]
+BY_SRUN = {
+    "SLURM_PROCID": "1",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+}
 TRAIN = [*TINY, "data_path=a", "save=b", "train_iters=1"]
+
+
+def test_under_srun_deepy_is_one_of_the_processes(monkeypatch):
+    monkeypatch.setattr(os, "environ", unlaunched() | BY_SRUN)
+    become = mock.Mock(side_effect=SystemExit)
+    monkeypatch.setattr(deepy, "_become", become)
+    with pytest.raises(SystemExit):
+        deepy.main(["train.py", "a.yml"])
+    (command, environment), _ = become.call_args
+    assert command == ["-u", str(ROOT / "train.py"), "a.yml"]
+    assert (environment["RANK"], environment["WORLD_SIZE"]) == ("1", "2")
 
 
 def test_files_end_where_the_options_of_the_script_begin(tmp_path):

@@ -19,7 +19,7 @@ from megatron.config import load
 from megatron.entry import print_notes, settings_first, split_words
 from megatron.errors import visible
 from megatron.interop.importing import import_checkpoint
-from megatron.interop.reference import ONE_RANK
+from megatron.interop.reference import ONE_STAGE
 from megatron.positions import load_file
 
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = None
     if options.words:
         files, overrides = split_words(options.words)
-        config = load(files, [*ONE_RANK, *overrides])
+        config = load(files, [ONE_STAGE, *overrides])
         print_notes(config.notes)
     imported = import_checkpoint(
         options.source, options.output, tokenizer=options.tokenizer, config=config

@@ -181,11 +181,6 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
                 f"{key}: {len(pattern)} entries are too many for {layers} layer(s);"
                 " leave entries out"
             )
-    if parallel.model_parallel_size > 1 and set(model.layers) - WITH_ENCODING:
-        yield (
-            "layers: gated_delta and kda carry a state, whose heads are not divided over ranks;"
-            " set model_parallel_size: 1, or drop layers"
-        )
     if attention.window_layers and attention.window is not None:
         yield contradiction("window", "window_layers")
     if attention.reset_position_ids and not attention.reset_attention_mask:
@@ -233,8 +228,6 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
                         "paper_precision: sums that ranks share would be rounded in another order"
                         " than one rank's; set it to false, or context_parallel_size to 1"
                     )
-            if parallel.model_parallel_size > 1:
-                encoding.check_shares()
     except UserError as fault:
         yield str(fault)
     except RuntimeError as fault:  # a tensor that no memory holds
@@ -320,7 +313,6 @@ def _stages(
 def _sharing(model: Model, data: Data, training: Training, parallel: Parallel) -> Faults:
     """An evaluation compiles nothing, exchanges by all_gather, and may have whole windows."""
     size, heads = parallel.context_parallel_size, model.num_attention_heads
-    is_cut = parallel.model_parallel_size > 1
     lengths = [("seq_length", model.seq_length), ("seq_length_val", data.seq_length_val)]
     for stage in training.seq_length_schedule:
         lengths.append(("seq_length_schedule", stage.seq_length or model.seq_length))
@@ -335,25 +327,10 @@ def _sharing(model: Model, data: Data, training: Training, parallel: Parallel) -
             f"context_parallel_size: {size} ranks cannot share num_attention_heads = {heads}"
             " equally; set cp_comm_type: all_gather, which shares no heads"
         )
-    if (size > 1 or is_cut) and training.torch_compile:
+    if size > 1 and training.torch_compile:
         yield (
-            "torch_compile: compiles no exchange between the ranks of context_parallel_size or"
-            " model_parallel_size; set it to false"
-        )
-    if is_cut and model.qk_norm == "full":
-        yield (
-            "qk_norm: full normalises all heads together, of which a rank of model_parallel_size"
-            " has some; set model_parallel_size: 1, or qk_norm: true"
-        )
-    if is_cut and LATENT in model.layers:
-        yield (
-            "model_parallel_size: the latent of mla is one for all heads, and is not cut; set it to"
-            " 1 (ZeRO stage 3 divides the model too), or take attention in layers"
-        )
-    if size > 1 and is_cut:
-        yield (
-            f"context_parallel_size: {size} ranks that share a text do not share layers too; set"
-            " it or model_parallel_size to 1"
+            "torch_compile: compiles no exchange between the ranks of context_parallel_size; set it"
+            " to false"
         )
 
 

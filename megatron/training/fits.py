@@ -2,8 +2,7 @@
 
 Per device, for P learned numbers, N ranks and e bytes of a number (4 in fp32, else 2):
 
-    state         P without what other ranks of model_parallel_size have;
-                  weights e P, gradients e P, Adam's averages 8 P, in bf16 and fp16 float32 masters
+    state         weights e P, gradients e P, Adam's averages 8 P, in bf16 and fp16 float32 masters
                   4 P; ZeRO 1 divides Adam and masters by N, 2 also gradients, 3 also weights
     activations   e tokens (layers * one + 4 hidden), one = 17 hidden for the papers' GPT, and 28
                   (measured) more where layers says gated_delta, 58 where it says kda; with
@@ -29,7 +28,6 @@ from megatron.model.head import tokens_at_once
 from megatron.model.size import Parameters, parameters
 from megatron.parallel.machine import device_memory, in_bytes
 from megatron.positions.layers import ATTENTION, LATENT, layers_of_kinds
-from megatron.training.trainer import shares_of
 
 ADAM = 8  # bytes of a number: two float32 averages
 FLOAT32 = 4
@@ -61,20 +59,15 @@ def needs(config: Config, vocab: int, ranks: int, device: torch.device) -> Train
     training, parallel, stage = config.training, config.parallel, config.parallel.zero_stage
     number = FLOAT32 if config.precision.dtype == "fp32" else 2
     masters = 0 if config.precision.dtype == "fp32" else FLOAT32
-    # Ranks that share layers have the embedding whole.
-    shares = shares_of(config).ranks
-    embedding = vocab * config.model.hidden_size
-    share = embedding + (counts.whole - embedding) // shares
-    ranks = max(1, ranks // shares)
-    state = number * share // (ranks if stage == 3 else 1)
-    state += number * share // (ranks if stage >= 2 else 1)
-    state += (ADAM + masters) * share // (ranks if stage >= 1 else 1)
+    state = number * counts.whole // (ranks if stage == 3 else 1)
+    state += number * counts.whole // (ranks if stage >= 2 else 1)
+    state += (ADAM + masters) * counts.whole // (ranks if stage >= 1 else 1)
 
     # Numbers that backward needs, per token: 5 of the residual stream, 4 of the heads (queries,
     # keys, values and output), 2 of the MLP's width before and after the activation, 4 with a gate.
     model = Architecture.of(config.model)
     mlp = (4 if model.widened > model.mlp_width else 2) * model.mlp_width
-    layer = 5 * model.hidden_size + (4 * model.attention_width + mlp) // shares
+    layer = 5 * model.hidden_size + 4 * model.attention_width + mlp
     _, heads, key_dim, value_dim = model.delta_sizes
     values, keys = heads * value_dim, heads * key_dim
     # Measured, beyond attention; kda has a decay for each pair of a chunk and feature of a key.
