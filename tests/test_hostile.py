@@ -95,7 +95,7 @@ def test_a_layer_file_and_a_users_file_may_be_pipes(tmp_path):
 
 
 def test_links_in_checkpoints_reach_no_other_run(step, tmp_path):
-    state = step / "mp_rank_00_model_states.pt"
+    state = step / "optimizer.safetensors"
     state.write_text("another run's")
     link = tmp_path / "mine/global_step5"
     link.parent.mkdir()

@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron.checkpoints.manifest import (
     SETTINGS,
     Damaged,
-    engine_files,
+    can_continue,
     faults_of,
     is_verifiable,
     read_record,
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
         elif not is_verifiable(record):
             state = "not verifiable: written before checkpoints had sums"
         engine = "weights only"
-        if engine_files(path, record):
+        if can_continue(path, record):
             try:  # config.yml is only read as data
                 settings = read_file(path / SETTINGS)
                 engine = f"{settings['precision']} ZeRO {settings['zero_optimization']['stage']}"

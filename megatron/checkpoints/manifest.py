@@ -26,7 +26,7 @@ RECORD = "checkpoint.json"
 FOLDER = re.compile(r"global_step(\d+)")
 WEIGHTS = "model.safetensors"
 SETTINGS = "config.yml"
-ENGINE_STATE = "*_states.pt"  # DeepSpeed's files in a checkpoint, for resuming alone
+OPTIMIZER = "optimizer.safetensors"  # for resuming alone
 TOKENIZER = "tokenizer"  # folder of a run that was imported
 SUM = "sha256"
 NO_SUM = "0" * 64  # stands in the text whose sum is taken
@@ -157,17 +157,17 @@ def note_opened(path: Path, record: Mapping[str, Any]) -> None:
         logger.info("%s: written before checkpoints had sums, so its files are not verified", path)
 
 
-def engine_files(path: Path, record: Mapping[str, Any]) -> list[str]:
-    """The engine's files that a checkpoint should have; those of an old one are what it has."""
-    names = record["files"] if is_verifiable(record) else (file.name for file in path.iterdir())
-    return sorted(name for name in names if Path(name).match(ENGINE_STATE))
+def can_continue(path: Path, record: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint should have the optimizer's state; an old one just has it or not."""
+    if is_verifiable(record):
+        return OPTIMIZER in record["files"]
+    return (path / OPTIMIZER).exists()
 
 
 def faults_of(path: Path, names: Collection[str] | None = None) -> list[str]:
     """Faults of a checkpoint, one sentence for each file; [] if there are none.
 
-    names: look at these files alone, where the checkpoint lists them; None for all. Then files of
-    the engine that are not listed are faults too.
+    names: look at these files alone, where the checkpoint lists them; None for all
     Of an old checkpoint without sums only what every reader needs can be missing or empty.
     """
     try:
@@ -181,12 +181,7 @@ def faults_of(path: Path, names: Collection[str] | None = None) -> list[str]:
         entries = {name: entry for name, entry in entries.items() if name in names}
     files = [path / name for name in entries]
     with ThreadPoolExecutor(THREADS) as pool:
-        faults = [*filter(None, pool.map(_fault, files, entries.values()))]
-    listed = {name for name in entries if Path(name).match(ENGINE_STATE)}
-    if listed:  # weights alone have lost theirs on purpose
-        existing = {file.name for file in path.glob(ENGINE_STATE)}
-        faults += [f"{path}/{name}: is not of this checkpoint" for name in existing - listed]
-    return faults
+        return [*filter(None, pool.map(_fault, files, entries.values()))]
 
 
 def _fault(file: Path, entry: Mapping[str, Any]) -> str | None:

@@ -10,12 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.checkpoints.manifest import (
-    ENGINE_STATE,
     FOLDER,
+    OPTIMIZER,
     RECORD,
     Damaged,
-    engine_files,
-    is_verifiable,
     read_record,
     weights_of,
     write_record,
@@ -170,9 +168,9 @@ def _remove_if_possible(path: Path) -> None:
 
 
 def keep_weights_only(folder: Path) -> None:
-    """Delete the engine's state of every checkpoint in a run's folder; evaluation needs none.
+    """Delete the optimizer's state of every checkpoint in a run's folder; evaluation needs none.
 
-    checkpoint.json stops listing the files before they go: whenever this is interrupted, what is
+    checkpoint.json stops listing the file before it goes: whenever this is interrupted, what is
     listed exists. A checkpoint whose record is damaged is left as it is.
     """
     for step in steps_in(folder):
@@ -184,12 +182,9 @@ def keep_weights_only(folder: Path) -> None:
         except Damaged as damage:
             logger.warning("%s", damage)
             continue
-        states = engine_files(path, record)
-        if is_verifiable(record) and states:
-            files = {name: entry for name, entry in record["files"].items() if name not in states}
-            write_record(path, {**record, "files": files})
-        for state in path.glob(ENGINE_STATE):
-            state.unlink()
+        if record.get("files", {}).pop(OPTIMIZER, None):
+            write_record(path, record)
+        (path / OPTIMIZER).unlink(missing_ok=True)
 
 
 # --- what a run starts from -----------------------------------------------------------------------

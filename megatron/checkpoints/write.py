@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.checkpoints.manifest import (
+    OPTIMIZER,
     SETTINGS,
     THREADS,
     WEIGHTS,
@@ -20,24 +21,13 @@ from megatron.checkpoints.manifest import (
 from megatron.checkpoints.saved import folder_of, remove_checkpoint
 from megatron.commit import commit
 from megatron.config import Config
-from megatron.errors import UserError
+from megatron.errors import UserError, in_words
 from megatron.files import remove, sync, umask, write_text
 
 
 def unfinished(run: Path, step: int) -> Path:
     """The folder in which a checkpoint is written, until `finish` renames it."""
     return run / f"partial_step{step}"
-
-
-def write_model(partial: Path, weights: dict[str, Tensor], config: Config) -> None:
-    """Write what evaluation reads into a folder that does not exist yet.
-
-    weights: of the whole model by our names, float32, on the CPU
-    """
-    partial.mkdir(parents=True)
-    save_file(weights, partial / WEIGHTS)
-    (partial / WEIGHTS).chmod(0o666 & ~umask())  # safetensors lets only the owner read it
-    config.save(partial / SETTINGS)
 
 
 def synced(files: list[Path]) -> Entries:
@@ -67,20 +57,32 @@ def finish(
 
 
 def write_checkpoint(
-    run: Path, step: int, weights: dict[str, Tensor], config: Config, facts: Mapping[str, Any]
+    run: Path,
+    step: int,
+    weights: dict[str, Tensor],
+    config: Config,
+    facts: Mapping[str, Any],
+    optimizer: dict[str, Tensor] | None = None,
 ) -> Path:
-    """A checkpoint without an engine's state: to be evaluated, or to start a fine-tuning from.
+    """A checkpoint: to be evaluated, to start a fine-tuning from, or with `optimizer` to resume.
 
+    weights: of the whole model by our names, float32, on the CPU
     facts: `vocab`, the rows of the embedding, `tokenizer`, and what else the record shall say
+    optimizer: its state, as in `full_state`
     Returns its folder. Raises UserError if the disk refuses it; then nothing of it is left.
     """
     partial = unfinished(run, step)
     try:
         remove(partial)
-        write_model(partial, weights, config)
+        partial.mkdir(parents=True)
+        for name, tensors in ((WEIGHTS, weights), (OPTIMIZER, optimizer)):
+            if tensors is not None:
+                save_file(tensors, partial / name)
+                (partial / name).chmod(0o666 & ~umask())  # safetensors lets only the owner read it
+        config.save(partial / SETTINGS)
         return finish(partial, step, config, facts, synced(sorted(partial.iterdir())))
     except (OSError, SafetensorError) as fault:
         remove(partial)
         raise UserError(
-            f"{run}: cannot be written ({fault}) - make room or save elsewhere"
+            f"{partial} cannot be written ({in_words(fault)}) - make room or save elsewhere"
         ) from None

@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from megatron.checkpoints.manifest import ENGINE_STATE, read_record
+from megatron.checkpoints.manifest import OPTIMIZER, read_record
 from megatron.checkpoints.saved import find, folder_of, latest_step, with_parent
 from megatron.config import Config, load, messages
 from megatron.config.schema import KEYS, SECTIONS
@@ -396,12 +396,12 @@ class State:
 
 
 def is_trained(cell: Cell, step: int) -> bool:
-    """Whether its training has ended well at this last step: then the engine's state is gone.
+    """Whether its training has ended well at this last step: then the optimizer's state is gone.
 
     With the state a kill may have come before the last rows of extrapolation_interval.
     """
     path = folder_of(cell.folder, step)
-    return step >= cell.steps and (path.is_symlink() or not any(path.glob(ENGINE_STATE)))
+    return step >= cell.steps and (path.is_symlink() or not (path / OPTIMIZER).exists())
 
 
 def state_of(cell: Cell) -> State:

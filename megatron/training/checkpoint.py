@@ -6,33 +6,28 @@ SAVE/global_step100/model.safetensors       weights in float32, by our names
                     pos_emb_file.py         the text of the user's own encoding; never run from here
                     checkpoint.json         step, config_hash, vocab, tokenizer, corpus, commit,
                                             size and SHA-256 of every other file
-                    mp_rank_*, *zero_*      DeepSpeed's engine state
+                    optimizer.safetensors   the optimizer's state, for resuming; see `full_state`
 """
 
 import logging
 import math
-import shutil
-from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from megatron.checkpoints.manifest import Entries
 from megatron.checkpoints.saved import folder_of, remove_checkpoint, remove_unfinished, steps_in
-from megatron.checkpoints.write import finish, synced, unfinished, write_model
+from megatron.checkpoints.write import write_checkpoint
 from megatron.config.schema import Checkpoint
-from megatron.errors import UserError, in_words
-from megatron.files import remove
+from megatron.errors import UserError
+from megatron.parallel.grid import shared_faults
+from megatron.training.optimizer import PROGRESS_OF_SCALE, averages_of
 from megatron.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
-FAULTS = (OSError, RuntimeError, SafetensorError)  # of torch.save and save_file on a full disk
 CURE = "lower optimizer.params.lr, raise warmup, or use precision: fp32"
 SHOWN = 3  # names in a message
 EXPLODED = 1.0  # nats above the usual loss: e times the perplexity
@@ -46,96 +41,36 @@ def save(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> Path:
     Raises UserError on every rank if a number to be saved is not finite or a file cannot be
     written. Then nothing of this step is left, and earlier checkpoints stay.
     """
-    step, grid, engine = trainer.step, trainer.grid, trainer.engine
-    partial = unfinished(folder, step)
+    step, grid = trainer.step, trainer.grid
     steps = steps_in(folder)
     earlier = f"{folder_of(folder, steps[-1])} stays" if steps else "there is no earlier checkpoint"
 
-    names = next(filter(None, grid.gather(not_finite(engine))), None)
-    if names:
-        raise UserError(
-            f"save: not finite after step {step}: {', '.join(names[:SHOWN])} - nothing was saved,"
-            f" {earlier}; {CURE}"
-        )
-
-    @contextmanager
-    def by_all_or_none() -> Iterator[None]:
-        """A fault of any rank ends all, so that none waits for it."""
-        reason = None
-        try:
-            yield
-        except FAULTS as fault:
-            reason = in_words(fault)
-        reason = next(filter(None, grid.gather(reason)), None)
-        if reason is None:
-            return
-        free = shutil.disk_usage(folder).free / 2**30
-        if grid.first:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(
-            f"save: {partial} cannot be written ({reason}; {free:.2f} GiB were free) - make room"
-            f" or save elsewhere; {earlier}"
-        )
-
     weights = full_weights(trainer, keep=grid.first)
-    files: list[Path] = []
-    with by_all_or_none():
+    optimizer = full_state(trainer, keep=grid.first)
+    with shared_faults(grid):
         if grid.first:
+            names = not_finite({**weights, **optimizer})
+            if names:
+                raise UserError(
+                    f"save: not finite after step {step}: {', '.join(names[:SHOWN])} - nothing was"
+                    f" saved, {earlier}; {CURE}"
+                )
             remove_unfinished(folder)
-            remove(partial)  # if only this cannot be removed, what it holds must not be mixed in
-            write_model(partial, weights, trainer.config)
-            files += partial.iterdir()
-    del weights
-
-    faults: list[Exception] = []
-
-    def write_state(state_dict: Any, path: str) -> None:
-        # A rank that raised at once would leave the other ones waiting inside the engine.
-        files.append(Path(path))
-        try:
-            torch.save(state_dict, path)
-        except FAULTS as fault:
-            faults.append(fault)
-
-    writer = engine.checkpoint_engine
-    writer.save = write_state
-    engine._copy_recovery_script = lambda folder: None
-    entries: Entries = {}
-    with by_all_or_none():
-        try:
-            engine.save_checkpoint(str(folder), tag=partial.name, save_latest=False)
-        finally:  # their classes have these too
-            del writer.save, engine._copy_recovery_script
-        if faults:
-            raise faults[0]
-        entries = synced(files)
-
-    entries_of_ranks = grid.gather(entries)
-    with by_all_or_none():
-        if grid.first:
-            entries = dict(ChainMap(*entries_of_ranks))
-            finish(partial, step, trainer.config, facts, entries)
+            try:
+                write_checkpoint(folder, step, weights, trainer.config, facts, optimizer)
+            except UserError as fault:
+                raise UserError(f"save: {fault}; {earlier}") from None
     return folder_of(folder, step)
 
 
-def not_finite(engine: Any) -> list[str]:
-    """Names of what this rank saves that holds NaN or infinity.
-
-    Weights have their names; ZeRO has flat parts of all weights, which have numbers.
-    """
-    tensors = dict(engine.module.named_parameters())
-    optimizer = engine.optimizer
-    while hasattr(optimizer, "optimizer"):  # the engine wraps torch's own
-        optimizer = optimizer.optimizer
-    for number, (master, state) in enumerate(optimizer.state.items()):
-        for name, value in {"master weights": master, **state}.items():
-            tensors[f"{name} {number}"] = value
-    names = []
-    for name, tensor in tensors.items():
-        # Least and largest show it, at an eighth of a norm's time.
-        if tensor.numel() and not torch.stack(torch.aminmax(tensor.detach())).isfinite().all():
-            names.append(name)
-    return names
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of the tensors that hold NaN or infinity."""
+    # Least and largest show it, at an eighth of a norm's time.
+    return [
+        name
+        for name, tensor in tensors.items()
+        if not torch.stack(torch.aminmax(tensor)).isfinite().all()
+    ]
 
 
 def full_weights(trainer: Trainer, *, keep: bool = True) -> dict[str, Tensor]:
@@ -153,6 +88,44 @@ def full_weights(trainer: Trainer, *, keep: bool = True) -> dict[str, Tensor]:
         if keep:
             weights[name] = weight.detach().float().cpu().contiguous()
     return weights
+
+
+def full_state(trainer: Trainer, *, keep: bool = True) -> dict[str, Tensor]:
+    """The optimizer's state by names that fit every number of ranks, ZeRO stage and precision.
+
+    exp_avg.NAME: an average of the whole weight of that name, float32, on the CPU
+    step: Adam's updates; before the first one there are no averages
+    loss_scale: where the dynamic one of fp16 stands
+
+    Every rank calls this; ranks without `keep` get no averages.
+    """
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    engine, optimizer = trainer.engine, trainer.optimizer
+    # Torch counts in the state, apex in the groups.
+    counters = [*optimizer.state.values(), *optimizer.param_groups]
+    step = max((float(counter["step"]) for counter in counters if "step" in counter), default=0.0)
+    state = {"step": torch.tensor(step)}
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    if scaler is not None and scaler.dynamic:
+        scale = [getattr(scaler, name) for name in PROGRESS_OF_SCALE]
+        state["loss_scale"] = torch.tensor(scale, dtype=torch.float64)
+    if not step:
+        return state
+    if engine.zero_optimization_stage() in (1, 2):
+        # DeepSpeed links the averages once, when only the first group has some.
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    keys = averages_of(trainer.model, trainer.config.optimizer)
+    for name, parameter in engine.module.named_parameters():
+        for key in keys[name]:
+            if engine.zero_optimization():
+                average = cast(Tensor, safe_get_full_optimizer_state(parameter, key))
+            else:  # it has none where there was never a gradient
+                average = optimizer.state.get(parameter, {}).get(key, torch.zeros_like(parameter))
+            if keep:
+                state[f"{key}.{name}"] = average.detach().cpu().contiguous()
+    return state
 
 
 def is_saved(step: int, settings: Checkpoint) -> bool:

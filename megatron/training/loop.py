@@ -201,7 +201,7 @@ class Run:
         if parent_weights is not None:
             parent_weights.load(trainer)
         if start.before is not None:
-            resume(trainer, *start.before)
+            resume(trainer, start.before.path, start.before.record)
         trainer.restore_exact_positions()
         self.stage: Stage | None = None
         self.context = context_of(grid, "all_gather")  # of rows within the training

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,8 @@ AVERAGES = ("exp_avg", "exp_avg_sq")
 """Keys of Adam's averages in its state, in torch and in NVIDIA's apex."""
 MOMENTUM = ("momentum_buffer",)
 """Keys of Muon's averages."""
+PROGRESS_OF_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""Attributes of DeepSpeed's dynamic loss scale that are no settings."""
 MATRIX = r"layers\.(?!.*\.(beta_decay|beta)\.weight$)"
 """Names of matrices that Muon takes: those of the layers, without two that have a row or two for
 each head."""
@@ -126,3 +129,10 @@ def named_groups(model: nn.Module, settings: Optimizer) -> NamedGroups:
             group = groups.matrices
         group.append((name, parameter))
     return groups
+
+
+def averages_of(model: nn.Module, settings: Optimizer) -> Mapping[str, tuple[str, ...]]:
+    """The keys of the averages that the optimizer has of each parameter."""
+    matrices, *others = named_groups(model, settings)
+    names = [name for group in others for name, _ in group]
+    return dict.fromkeys(names, AVERAGES) | dict.fromkeys(dict(matrices), MOMENTUM)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megatron.checkpoints.manifest import (
     WEIGHTS,
+    can_continue,
     check_files,
-    engine_files,
     note_opened,
 )
 from megatron.checkpoints.read import READ_BY_EVALUATION, opened, read_meta
@@ -204,7 +204,7 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
         for optimizer in (trained.optimizer, config.optimizer)
     )
     content = None
-    if not engine_files(path, record):
+    if not can_continue(path, record):
         content = "weights only"
     elif state != needed:
         content = f"the state of {state}, not of {needed}"

@@ -77,6 +77,12 @@ class Trainer:
     def model(self) -> GPT:
         return cast(GPT, self.engine.module)
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Torch's or apex's, which ZeRO wraps."""
+        outer = self.engine.optimizer
+        return getattr(outer, "optimizer", outer)
+
     def train_step(self, micro_batches: Sequence[Tensor]) -> StepResult:
         """One optimizer step over gradient_accumulation_steps batches [micro_batch, length + 1].
 

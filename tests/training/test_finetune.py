@@ -48,10 +48,8 @@ def test_it_starts_from_the_parents_weights_to_the_last_bit_with_all_else_fresh(
     record = records(tmp_path)[1]
     assert record["tokens"] == 4 * 64
     assert record["lr"] == learning_rate(0, config.optimizer)
-    if how == "precision=fp32":
-        state = tmp_path / "global_step2" / "mp_rank_00_model_states.pt"
-        adam = torch.load(state, weights_only=True)["optimizer"]["state"]
-        assert {float(state["step"]) for state in adam.values()} == {2.0}
+    if "Muon" not in how:
+        assert load_file(tmp_path / "global_step2/optimizer.safetensors")["step"] == 2
 
 
 def test_the_same_command_goes_on_after_a_kill_also_without_its_parent(
