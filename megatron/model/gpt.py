@@ -430,17 +430,6 @@ class GPT(nn.Module):
         return self._positions[0]
 
     @property
-    def names_of_layers(self) -> list[str]:
-        """The name of each layer's encoding; empty where layers do not differ."""
-        return [plan.name for plan in self.plans.values() if plan.name]
-
-    @property
-    def looks_at_scores(self) -> bool:
-        """Whether an encoding changes or gives the scores themselves."""
-        hooks = ("on_scores", "block_scores")
-        return any(position.has(hook) for position in self._positions for hook in hooks)
-
-    @property
     def _positions(self) -> Sequence[Position]:
         return cast(Sequence[Position], self.positions)
 

@@ -154,7 +154,6 @@ def test_a_row_says_which_problems_and_has_the_loss_of_the_plain_formula(trained
         ("evaluate.py --lengths 2", "a window of 2 tokens is too short for task:flip_flop, whose"),
         ("evaluate.py --tasks x", "learned a task, which has no tokenizer for texts"),
         ("generate.py --prompt w", "learned a task, which has no tokenizer for texts"),
-        ("tools/probe.py", "data_path: probes read a text, task:flip_flop is a task"),
     ],
 )
 def test_what_needs_a_text_is_refused(trained, command, message):
