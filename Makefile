@@ -77,7 +77,7 @@ faults: $(INSTALLED)
 
 # What docs/results shows, in parts: train, measure, and make a page in runs/sweeps/PART. The same command goes on where it
 # was stopped.
-#   make results PART=cpu       (the default) eight encodings on the corpus `environment`, with probes: five hours of one core
+#   make results PART=cpu       (the default) eight encodings on the corpus `environment`: five hours of one core
 #   make results PART=tasks     fourteen encodings on nine tasks: seven hours of one core
 #   make results PART=abacus    addition with places of digits: about an hour of one core
 #   make results PART=context   twelve encodings that copy from beyond their training length: nine hours of one core
@@ -90,7 +90,6 @@ faults: $(INSTALLED)
 #   make results PART="cpu tasks"
 PART ?= cpu
 SWEEP = runs/sweeps/$(@:results-%=%)
-PROBE = $(PY) tools/probe.py --lengths 512 2048 8192 --depths 3 --trials 4
 REPORT = $(PY) tools/report.py -o $(SWEEP)/report.html --plots $(SWEEP)/plots $(SWEEP)/results.jsonl
 
 results: $(PART:%=results-%)
@@ -98,14 +97,7 @@ results: $(PART:%=results-%)
 results-cpu: $(INSTALLED)
 	$(PY) prepare_data.py environment --vocab-size 1024
 	$(PY) tools/sweep.py run configs/sweeps/cpu.yml --jobs 2
-	mkdir -p $(SWEEP)/probes
-	for run in $(SWEEP)/environment-*-1235; do \
-		rows=$(SWEEP)/probes/$${run##*/}; \
-		test -f $$rows.jsonl && continue; \
-		$(PROBE) --checkpoint $$run -o $$rows.unfinished.jsonl || exit; \
-		mv $$rows.unfinished.jsonl $$rows.jsonl; \
-	done
-	$(REPORT) $(SWEEP)/probes/*.jsonl
+	$(REPORT)
 
 CONTEXT = data/context/context_text_document
 
@@ -168,14 +160,6 @@ results-pretrained: $(SMOLLM2) $(POLICY)
 	done
 	printf '%s\n' $(FURTHER) | OMP_NUM_THREADS=1 xargs -P 2 -L 1 $(EVALUATE)
 	$(EVALUATE) $(MANUAL) --protocol tail --tail 4096 --lengths 16384 --method none rerope,window=8191 --logn-scale off on
-	mkdir -p $(SWEEP)/probes
-	for probe in "passkey --trials 2" "recall --trials 4"; do \
-		rows=$(SWEEP)/probes/$${probe%% *}; \
-		test -f $$rows.jsonl && continue; \
-		$(PY) tools/probe.py --checkpoint $(SWEEP)/model $(MANUAL) --probes $$probe --lengths 4096 12288 --depths 3 \
-			--method none self_extend,group=8 yarn,factor=2 -o $$rows.unfinished.jsonl || exit; \
-		mv $$rows.unfinished.jsonl $$rows.jsonl; \
-	done
 	$(PY) tools/report.py -o $(SWEEP)/report.html --plots $(SWEEP)/plots $(SWEEP)/model/evaluation/*.jsonl
 
 results-tasks results-abacus: $(INSTALLED)

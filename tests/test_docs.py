@@ -45,7 +45,6 @@ SMALLER: list[tuple[str, list[str]]] = [
     ("train_iters=60000", [*MODEL, *ONE, "train_iters=4", "lr_decay_iters=4"]),
     ("extrapolation_interval", [*MODEL, *ONE, *EVALUATED, "eval_lengths=512,1024"]),
     ("profile=true", [*MODEL, *ONE, "train_iters=13", "lr_decay_iters=13"]),
-    ("--probes", ["--lengths", "128", "--trials", "1"]),
     ("num_gpus=2", [*MODEL, *TWO, "save=runs/two"]),
     ("evaluate.py --checkpoint runs/mep --protocol", ["--lengths", "256", "512", *EVALUATED]),
     ("evaluate.py --checkpoint runs/rotary", ["--lengths", "512", "1024", *EVALUATED]),
@@ -53,7 +52,7 @@ SMALLER: list[tuple[str, list[str]]] = [
     ("rnope_swa.yml", [*MODEL, *ONE, "num_layers=4"]),
     ("train.py configs/", [*MODEL, *ONE]),
     ("evaluate.py configs/", [*MODEL, *EVALUATED, "eval_lengths=512,1024"]),
-    ("tools/probe.py --checkpoint demo/", ["--trials", "1", "--depths", "2"]),
+    ("task_args.text=demo/", ["task_args.text=data/text/text_text_document"]),
     ("evaluate.py --checkpoint", ["eval_tokens=65536"]),
     ("--max-new-tokens", ["--max-new-tokens", "20"]),
 ]

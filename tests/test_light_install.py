@@ -127,7 +127,7 @@ def message(script, package):
 WORKING = {
     *("check_encoding.py", "claims.py", "compare.py", "deepy.py"),
     *("document_commands.py", "generate.py", "import_checkpoint.py", "inspect_checkpoint.py"),
-    *("inspect_data.py", "merge_data.py", "migrate_config.py", "probe.py", "train.py"),
+    *("inspect_data.py", "merge_data.py", "migrate_config.py", "train.py"),
 }
 SOME = {"deepy.py", "document_positions.py", "train.py"}
 

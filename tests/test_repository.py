@@ -38,7 +38,6 @@ TAKES_THE_CONFIGURATION = {
     "megatron/data/parts.py",  # its section: ten keys say what a part is
     "megatron/evaluation/evaluate_checkpoint.py",
     "megatron/evaluation/loaded_run.py",
-    "megatron/evaluation/probe_checkpoint.py",
 }
 MAY_SPEAK_DISTRIBUTED = {"parallel", "training"}
 MAY_SPEAK_DISTRIBUTED_FILES = {"deepy.py"}

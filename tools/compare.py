@@ -19,20 +19,13 @@ from megatron.results.comparison import compared
 from megatron.results.comparison_table import tables
 from megatron.results.files import read_rows
 from megatron.results.labels import kinds
-from megatron.results.probes import is_of_probes
 from megatron.results.row import TASK
 
 
 @guarded
 def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
-    probes = [path for path in options.results if is_of_probes(path)]
-    for path in probes:
-        print(f"note: {path} holds probes, left out", file=sys.stderr)
-    paths = [path for path in options.results if path not in probes]
-    if not paths:
-        raise UserError("compare.py: every file holds probes - give files of evaluate.py")
-    rows = read_rows(paths)
+    rows = read_rows(options.results)
     if any(row.get("protocol") == TASK for row in rows):
         raise UserError(
             "compare.py: rows of tasks have accuracies, and losses are compared here - leave their"

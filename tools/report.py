@@ -1,6 +1,6 @@
 """Write results as one HTML page that needs no network, and its figures as files.
 
-python tools/report.py RESULTS.jsonl … [PROBES.jsonl …] -o report.html [--plots FOLDER]
+python tools/report.py RESULTS.jsonl … -o report.html [--plots FOLDER]
 python tools/report.py RESULTS.jsonl … --from my_encoding.py      draws an encoding of your own too
 """
 
@@ -19,7 +19,7 @@ from megatron.report.page import check_page, page_of, write_page
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser(__doc__)
     add = parser.add_argument
-    results = "rows of evaluate.py, a sweep or tools/probe.py"
+    results = "rows of evaluate.py or a sweep"
     add("results", type=Path, nargs="+", metavar="FILE", help=results)
     add("-o", "--output", type=Path, default=Path("report.html"), metavar="PAGE")
     plots = "folder for the figures as PNG, SVG and PDF"
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         load_file(file)
     page = page_of(options.results, against=options.against)
     write_page(page, options.output, title=options.title, plots=options.plots)
-    counts = f"{len(page.rows)} rows, {len(page.probes)} of probes, {len(page.figures)} figures"
+    counts = f"{len(page.rows)} rows, {len(page.figures)} figures"
     print(f"{options.output}: {counts}")
     if page.faults:
         raise UserError("\n".join(["encodings that are not drawn:", *page.faults]))

@@ -302,7 +302,8 @@ class Data(Section):
     """Prefix of the .bin and .idx files, as `prepare_data.py` prints it. Or task:NAME, a task that
     is made as it is read (docs/tasks.md)."""
     task_args: dict[str, Any] = Field(default_factory=dict)
-    """Options of a task, such as {group: S3}; `prepare_data.py --list` shows them."""
+    """Options of a task, such as {group: S3}; `prepare_data.py --list` shows them. {text: PREFIX}
+    asks among the tokens of a text (docs/tasks.md)."""
     train_data_paths: Corpora = ()
     """Instead of data_path: prefixes of whole corpora to train on, blended by train_data_weights,
     such as [data/github_text_document, data/arxiv_text_document]."""

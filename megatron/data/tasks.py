@@ -6,6 +6,9 @@ A problem is one window: a question, its answer, and padding. Loss and accuracy 
 answers alone. A training draws problems of every size that fits into its windows, a measurement
 the largest that fits. Nothing is on disk: a problem follows from the seed and its number.
 
+`task_args: {text: PREFIX}` puts the tokens of a text in the place of a task's filler, and its words
+are encoded by the tokenizer of that text.
+
 The papers' problems are sentences that end with a token. Here a word is one token, nothing says in
 words what to do, and no end is asked for: the size of a problem gives that of its answer.
 """
@@ -28,8 +31,10 @@ from numpy.random import RandomState
 from numpy.typing import NDArray
 
 from megatron.data.tokenizers.tokenizer import Tokenizer, hash_of
+from megatron.data.tokens import TokenFile
 from megatron.errors import UserError, did_you_mean
 from megatron.parallel.machine import in_bytes, total_memory
+from megatron.protocols import first_tokens
 from megatron.splits import PARTS, TASK_PREFIX
 
 log = logging.getLogger(__name__)
@@ -52,16 +57,19 @@ class Task(NamedTuple):
     generate: (random, size, **options) -> a problem; its number of tokens grows with the size, from
         1 on, by the same number each
     words: every word of its problems; or (**options) -> every word
+    filler: those of them that a text can replace
     """
 
     generate: Callable[..., Problem]
     words: Sequence[str] | Callable[..., Sequence[str]]
+    filler: str = ""
 
     @property
     def defaults(self) -> dict:
         """The options with their defaults."""
         _, _, *options = inspect.signature(self.generate).parameters.values()
-        return {option.name: option.default for option in options}
+        text = {"text": None} if self.filler else {}
+        return {option.name: option.default for option in options} | text
 
 
 TASKS: dict[str, Task] = {}
@@ -79,11 +87,11 @@ def listing() -> str:
     return "\n".join(lines)
 
 
-def register(words: Sequence[str] | Callable[..., Sequence[str]]) -> Callable:
-    """Register a generator under its own name; words: see Task."""
+def register(words: Sequence[str] | Callable[..., Sequence[str]], filler: str = "") -> Callable:
+    """Register a generator under its own name; words and filler: see Task."""
 
     def add(generate: Callable[..., Problem]) -> Callable[..., Problem]:
-        TASKS[generate.__name__] = Task(generate, words)
+        TASKS[generate.__name__] = Task(generate, words, filler)
         return generate
 
     return add
@@ -201,28 +209,32 @@ def induction(random: RandomState, size: int) -> Problem:
     return scattered(random, [question("!", *letter)], filler) + question("!") + answer(*letter)
 
 
-@register(DIGITS + LETTERS + NAMES)
-def recall(random: RandomState, size: int, pairs: int = 4) -> Problem:
+@register(DIGITS + LETTERS + NAMES, filler=DIGITS)
+def recall(random: RandomState, size: int, pairs: int = 4, asked: str = "among") -> Problem:
     """The values of several keys, asked for among `size` other tokens (MQAR, 2312.04927).
 
     There distances follow a power law; here they are uniform. The other tokens are no keys and no
     values, and a value stands behind its key once more, as in a text.
+    asked: among the other tokens, or last: then the pairs stand among them, and keys at the end
     """
     _number("pairs", pairs, 1, len(NAMES))
+    _one_of("asked", asked, ("among", "last"))
     keys = without_repeats(random, NAMES, pairs)
     values = without_repeats(random, LETTERS, pairs)
-    bindings = list(zip(keys, values, strict=True))
+    bindings = list(map(question, keys, values))
     order = random.permutation(pairs).tolist()
-    repeated = [question(bindings[number][0]) + answer(bindings[number][1]) for number in order]
-    text = scattered(random, repeated, drawn(random, DIGITS, size))
-    return question(*itertools.chain.from_iterable(bindings)) + text
+    repeated = [question(keys[number]) + answer(values[number]) for number in order]
+    others = drawn(random, DIGITS, size)
+    if asked == "last":
+        return scattered(random, bindings, others) + list(itertools.chain(*repeated))
+    return list(itertools.chain(*bindings)) + scattered(random, repeated, others)
 
 
-@register("?" + DIGITS + LETTERS + NAMES)
+@register("?" + DIGITS + LETTERS + NAMES, filler=LETTERS)
 def needle(random: RandomState, size: int, needles: int = 1, digits: int = 3) -> Problem:
     """The number behind one of the keys that stand among `size` letters (RULER, 2404.06654).
 
-    needles: several are RULER's multi-key needles. The letters are random, in place of essays.
+    needles: several are RULER's multi-key needles. Without `text` the letters are random.
     """
     _number("needles", needles, 1, len(NAMES))
     _number("digits", digits, 1, 64)
@@ -234,7 +246,19 @@ def needle(random: RandomState, size: int, needles: int = 1, digits: int = 3) ->
     return hidden + question("?", keys[needle]) + answer(*numbers[needle])
 
 
-@register("=?" + DIGITS + LETTERS + NAMES)
+SENTENCE = ("The", "pass", "key", "is")
+
+
+@register((".", *SENTENCE, *DIGITS), filler=".")
+def passkey(random: RandomState, size: int, digits: int = 5) -> Problem:
+    """The number that a sentence among `size` blanks names (2305.16300)."""
+    _number("digits", digits, 1, 64)
+    number = drawn(random, DIGITS, digits)
+    hidden = scattered(random, [question(*SENTENCE, *number)], "." * size)
+    return hidden + question(*SENTENCE) + answer(*number)
+
+
+@register("=?" + DIGITS + LETTERS + NAMES, filler=LETTERS)
 def variable_tracking(random: RandomState, size: int, chains: int = 2, hops: int = 2) -> Problem:
     """The value of a variable that was assigned through others (RULER, 2404.06654).
 
@@ -321,10 +345,12 @@ class TaskText:
     """The problems of a task with its options, behind the interface of a token file.
 
     name: such as copy; options: those that differ from Task.defaults, or may
+    tokenizer: the one that wrote the text among the options; None if it is not at hand
     """
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer: Tokenizer | None = None
 
     def __post_init__(self) -> None:
         if self.name not in TASKS:
@@ -340,17 +366,31 @@ class TaskText:
                     f"task_args: {self.name} has no option '{key}' - it has"
                     f" {', '.join(defaults) or 'none'}"
                 )
-        _ = self._tokens_by_size, self.words  # which checks the values
+        _ = self.generate(1), self.words  # which checks the values
 
     @cached_property
     def all_options(self) -> dict:
-        return TASKS[self.name].defaults | dict(self.options)
+        """The options of its problems, all but the text."""
+        options = TASKS[self.name].defaults | dict(self.options)
+        options.pop("text", None)
+        return options
 
     @property
     def changed_options(self) -> dict:
-        """The options that are not the defaults."""
+        """The options that are not the defaults; a text by the name of its file."""
         defaults = TASKS[self.name].defaults
-        return {key: value for key, value in self.options.items() if value != defaults[key]}
+        changed = {key: value for key, value in self.options.items() if value != defaults[key]}
+        return changed | ({"text": self.filler.prefix.name} if self.filler else {})
+
+    @cached_property
+    def filler(self) -> TokenFile | None:
+        """The text in the place of the task's own filler, or None."""
+        if (prefix := self.options.get("text")) is None:
+            return None
+        try:
+            return TokenFile.open(prefix)
+        except UserError as fault:
+            raise UserError(str(fault).replace("data_path:", "task_args.text:", 1)) from None
 
     @cached_property
     def words(self) -> list[str]:
@@ -359,9 +399,18 @@ class TaskText:
         return [PADDING, *(words(**self.all_options) if callable(words) else words)]
 
     @cached_property
-    def ids(self) -> dict[str, int]:
-        """The id of each word."""
-        return {word: number for number, word in enumerate(self.words)}
+    def ids(self) -> dict[str, list[int]]:
+        """The ids of each word: its place in the vocabulary, or what the text's tokenizer gives."""
+        if self.filler is None:
+            return {word: [number] for number, word in enumerate(self.words)}
+        if self.tokenizer is None:
+            raise UserError(
+                f"task_args.text: {self.filler.prefix} needs the tokenizer that wrote it, which"
+                " evaluate.py looks for in the checkpoint and beside the text - give it"
+                " tokenizer_type and vocab_file"
+            )
+        _, *words = self.words
+        return {word: self.tokenizer.encode(f" {word}") for word in words}
 
     @cached_property
     def _random(self) -> RandomState:
@@ -374,9 +423,50 @@ class TaskText:
 
     @cached_property
     def _tokens_by_size(self) -> tuple[int, int]:
-        """(tokens of the smallest problem, tokens that each further size adds)."""
-        smallest = len(self.generate(1))
-        return smallest, len(self.generate(2)) - smallest
+        """(tokens of the smallest problem, tokens that each further size adds).
+
+        In a text every word counts as the longest one.
+        """
+        longest = max(map(len, self.ids.values()))
+        replaced = self._replaced
+        smallest, second = (
+            sum(1 if word in replaced else longest for word, _ in self.generate(size))
+            for size in (1, 2)
+        )
+        return smallest, second - smallest
+
+    def tokens(self, problem: Problem) -> list[tuple[int, bool]]:
+        """The ids of a problem, and whether each is an answer.
+
+        Of a word of several tokens the last is asked for. The others are mostly a space.
+        """
+        columns = []
+        piece = self._piece([word for word, _ in problem])
+        for word, is_answer in problem:
+            *before, last = [next(piece)] if word in self._replaced else self.ids[word]
+            columns += [*((token, False) for token in before), (last, is_answer)]
+        return columns
+
+    @cached_property
+    def _replaced(self) -> str:
+        """The words that tokens of the text replace."""
+        return TASKS[self.name].filler if self.filler else ""
+
+    def _piece(self, words: Sequence[str]) -> Iterator[int]:
+        """Tokens from a random place of the text on, as many as replace words.
+
+        They leave out the names among the words, which stand before their own values alone.
+        """
+        if text := self.filler:
+            count = sum(word in self._replaced for word in words)
+            document = self._random.randint(len(text))
+            start = self._random.randint(max(1, text.sizes[document]))
+            order = itertools.chain(range(document + 1, len(text)), range(document + 1))
+            rest = first_tokens(text, order, count)
+            piece = np.concatenate([text.read(document, start, count), rest])
+            names = [self.ids[word][-1] for word in words if word in NAMES]
+            # A text that is too short is repeated.
+            yield from np.resize(piece[~np.isin(piece, names)], count).tolist()
 
     def largest(self, length: int) -> int:
         """The largest size of a problem in a window of `length` inputs.
@@ -441,6 +531,8 @@ class TaskText:
 
     @cached_property
     def meta(self) -> dict:
+        if self.filler:
+            return self.filler.meta | {"corpus": str(self.prefix)}
         words = self.words
         described = {"type": "task", "hash": hash_of(*words), "vocab_size": len(words), "eod": 0}
         return {"corpus": str(self.prefix), "tokenizer": described}
@@ -499,8 +591,7 @@ class TaskSamples:
 
     def __getitem__(self, number: int) -> NDArray[np.int64]:
         """[2, length + 1] int64: ids, and 1 where a token belongs to an answer."""
-        ids = self.text.ids
-        columns = [(ids[word], is_answer) for word, is_answer in self.problem(number)]
+        columns = self.text.tokens(self.problem(number))
         window = np.zeros((2, self.length + 1), dtype=np.int64)
         window[:, : len(columns)] = np.transpose(columns)
         return window

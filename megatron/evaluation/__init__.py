@@ -1,4 +1,4 @@
-"""Perplexity beyond the training length, and probes of what a model does with far context."""
+"""Perplexity beyond the training length."""
 
 from megatron.evaluation.perplexity import losses
 

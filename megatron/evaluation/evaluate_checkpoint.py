@@ -31,7 +31,6 @@ from megatron.evaluation.loaded_run import (
 from megatron.evaluation.methods import MeasuredAttention, faults_of, method_of
 from megatron.evaluation.options import (
     DTYPES,
-    CheckpointOptions,
     Options,
     options_of_words,
     words_of,
@@ -294,7 +293,7 @@ def check_options(config: Config, options: Options) -> None:
 
 def variants(
     attention: MeasuredAttention,
-    options: CheckpointOptions,
+    options: Options,
     positions: Sequence[Position],
     train_length: int,
 ) -> list[MeasuredAttention]:

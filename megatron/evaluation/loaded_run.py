@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from megatron.commit import commit
 from megatron.config import Config
 from megatron.config.load import DATA_PATHS
 from megatron.data.parts import Part, name_of, open_parts
+from megatron.data.tasks import TaskText
 from megatron.data.tokenizers.build import build_tokenizer, needs_files
 from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.data.tokens import TokenFile
@@ -111,6 +112,11 @@ class LoadedModel:
             places.append(("HFTokenizer", str(prefix.with_name(BESIDE_TOKENS)), None))
         return list(dict.fromkeys(places))
 
+    def tokenizer_of(self, tokens: TokenFile) -> Tokenizer | None:
+        """The tokenizer that wrote a text, or None if it is not at hand."""
+        writer = tokens.meta.get("tokenizer") or self.tokenizer
+        return _tokenizer(tuple(self.tokenizer_files([tokens.prefix])), writer.get("hash"))
+
     def check_known_tokens(self, windows: Iterable[np.ndarray]) -> None:
         """Raises UserError if the text holds a token that the embedding does not have."""
         vocab = self.record["vocab"]
@@ -186,18 +192,17 @@ class LoadedRun(LoadedModel):
             "protocol": protocol,
         }
 
-    def tokenizer_of(self, tokens: TokenFile) -> Tokenizer | None:
-        """The tokenizer that wrote a text, or None if it is not at hand."""
-        writer = tokens.meta.get("tokenizer") or self.tokenizer
-        return _tokenizer(tuple(self.tokenizer_files([tokens.prefix])), writer.get("hash"))
-
     def bytes_of_text(self, tokens: TokenFile, windows: Windows, loss: float | None) -> Facts:
         """bytes, bytes_from and bits_per_byte of the scored targets; {} if nothing is known.
+
+        Answers of a task have none, because they are no text.
 
         They are counted by the tokenizer if its files exist, else by the mean on the corpus's card.
         loss: mean over the scored targets in nats. The end of a document is a target without
         bytes: what it costs to say that a document ends counts.
         """
+        if windows.answers:
+            return {}
         count = int(windows.counts.sum())
         size, way = 0, EXACT
         tokenizer = self.tokenizer_of(tokens)
@@ -410,6 +415,10 @@ def on_text(loaded: LoadedModel) -> LoadedRun:
                 " a loss there says nothing of new text - give held-out text as"
                 f" {texts.name}_data_paths"
             )
+    task, *_ = texts.files
+    if isinstance(task, TaskText) and task.filler:
+        in_words = replace(task, tokenizer=loaded.tokenizer_of(task.filler))
+        texts = replace(texts, files=(cast(TokenFile, in_words),))
     return LoadedRun(loaded.model, trained, config, path, loaded.record, texts)
 
 

@@ -26,8 +26,8 @@ VARIED = ("window", "logn_scale", "paper_precision", "sinks", "clip_distance", "
 
 
 @dataclass(frozen=True)
-class CheckpointOptions:
-    """The options of `add_checkpoint`: what is measured beside the configuration.
+class Options:
+    """The options of one evaluation beside its configuration.
 
     checkpoint: folder of a run or of one checkpoint; None for load or save of the configuration
     step: which checkpoint of the run; None for the latest
@@ -36,6 +36,9 @@ class CheckpointOptions:
     attention_values: values of the settings in VARIED, each on the same weights; of others it is
         the configuration's
     dtype: of the model's matrices, a name in DTYPES
+    protocol: names in PROTOCOLS; empty for equal_tokens
+    protocol_options: options of single protocols, by their names in megatron.protocols.OPTIONS
+    keep_losses: scored targets, at most, whose own losses a row has too
     """
 
     checkpoint: str | None = None
@@ -44,33 +47,20 @@ class CheckpointOptions:
     output: Path | None = None
     attention_values: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     dtype: str = "fp32"
-
-    @classmethod
-    def of(cls, arguments: argparse.Namespace) -> Self:
-        """The words of a command line."""
-        words = vars(arguments)
-        words = {**words, "attention_values": {name: words[name] for name in VARIED if words[name]}}
-        return cls(**{option.name: words[option.name] for option in fields(cls)})
-
-
-@dataclass(frozen=True)
-class Options(CheckpointOptions):
-    """The options of one evaluation beside its configuration.
-
-    protocol: names in PROTOCOLS; empty for equal_tokens
-    protocol_options: options of single protocols, by their names in megatron.protocols.OPTIONS
-    keep_losses: scored targets, at most, whose own losses a row has too
-    """
-
     protocol: Sequence[str] = ()
     protocol_options: Mapping[str, Any] = field(default_factory=dict)
     keep_losses: int = 0
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Self:
+        """The words of a command line."""
         words = vars(arguments)
-        protocol_options = {name: words[name] for name in OPTIONS if words[name] is not None}
-        return super().of(argparse.Namespace(**words, protocol_options=protocol_options))
+        words = {
+            **words,
+            "attention_values": {name: words[name] for name in VARIED if words[name]},
+            "protocol_options": {name: words[name] for name in OPTIONS if words[name] is not None},
+        }
+        return cls(**{option.name: words[option.name] for option in fields(cls)})
 
     def protocols(self, usual: str) -> dict[str, Protocol]:
         """The protocols by their names; usual: where none is named.
@@ -97,8 +87,18 @@ def option_names() -> list[str]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The words of evaluate.py beside files, settings and tasks."""
-    add_checkpoint(parser)
     add = parser.add_argument
+    folder = "folder of a run or of one checkpoint; default: load, else save"
+    add("--checkpoint", type="path", metavar="DIR", help=folder)
+    step = "which checkpoint of the run; default: the latest"
+    add("--step", type=number(0, MOST), metavar="N", help=step)
+    lengths = "context lengths; default: eval_lengths"
+    kind = number(*TOKENS)
+    add("--lengths", type=kind, nargs="+", default=(), metavar="L", help=lengths)
+    add("-o", "--output", type=Path, metavar="FILE", help="file for the rows, JSON lines")
+    add_attention(parser, nargs="+", action="extend", default=[])
+    dtype = "of the model; tables stay float32"
+    add("--dtype", choices=tuple(DTYPES), default=Options.dtype, help=dtype)
     protocol = (
         "default: equal_tokens, or with train_iters: 0 and no --lengths as KERPLE and MEP measure;"
         " docs/evaluation.md explains each"
@@ -129,22 +129,6 @@ def add_attention(parser: argparse.ArgumentParser, **how: Any) -> None:
     )
     for name, kind, metavar, words in options:
         parser.add_argument(name, type=kind, metavar=metavar, help=words, **how)
-
-
-def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    """Which checkpoint, at which lengths, where the rows go, and in which variants."""
-    add = parser.add_argument
-    folder = "folder of a run or of one checkpoint; default: load, else save"
-    add("--checkpoint", type="path", metavar="DIR", help=folder)
-    step = "which checkpoint of the run; default: the latest"
-    add("--step", type=number(0, MOST), metavar="N", help=step)
-    lengths = "context lengths; default: eval_lengths"
-    kind = number(*TOKENS)
-    add("--lengths", type=kind, nargs="+", default=(), metavar="L", help=lengths)
-    add("-o", "--output", type=Path, metavar="FILE", help="file for the rows, JSON lines")
-    add_attention(parser, nargs="+", action="extend", default=[])
-    dtype = "of the model; tables stay float32"
-    add("--dtype", choices=tuple(DTYPES), default=CheckpointOptions.dtype, help=dtype)
 
 
 class _Words(CommandParser):

@@ -93,8 +93,8 @@ def losses_of_targets(
     """Losses of targets, and of answers which are right: [windows] of [1 or 2, count] float64.
 
     model: model(ids [batch, length], labels [batch, length], counted=[batch, length] bool) ->
-        losses [batch, length] of those targets; for answers of a task model(ids) -> logits
-        [batch, length, vocab]
+        losses [batch, length] of those targets; for answers of a task model(ids,
+        counted=...) -> their logits [answers, vocab]
     batch_tokens: tokens of a forward pass; one window at least
     grid: the processes that share the windows. Each of them calls this and gets the same result.
     context: the processes that share each window, where they divide its length; None: no window is
@@ -135,16 +135,17 @@ def losses_of_targets(
                 # In the place of the first token, which is never a target: lengths stay.
                 inputs[:, 0] = begin_of_text
             with torch.inference_mode():
+                counted = torch.zeros_like(labels, dtype=torch.bool)
+                for index, number in enumerate(batch):
+                    counted[index, windows.scored[number]] = True
                 if windows.answers:
-                    logits = model(inputs).float()
-                    labels = labels[:, part]
-                    nats = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-                    right = logits.argmax(dim=-1) == labels
-                    values = torch.stack([nats, right], dim=1)
+                    logits = model(inputs, counted=counted).float()  # [answers, vocab]
+                    counted, labels = counted[:, part], labels[:, part]
+                    targets = labels[counted]
+                    values = torch.zeros(len(batch), 2, labels.shape[1], device=device)
+                    values[:, 0][counted] = F.cross_entropy(logits, targets, reduction="none")
+                    values[:, 1][counted] = (logits.argmax(dim=-1) == targets).float()
                 else:
-                    counted = torch.zeros_like(labels, dtype=torch.bool)
-                    for index, number in enumerate(batch):
-                        counted[index, windows.scored[number]] = True
                     values = model(inputs, labels, counted=counted)[:, None]
                 if context is not None:
                     values = context.gather(values)

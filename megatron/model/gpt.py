@@ -200,7 +200,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Logits, or with labels the cross entropy of each token.
 
-        ids [batch, length] -> logits [batch, length, vocab];
+        ids [batch, length] -> logits [batch, length, vocab], or those of the targets that counted
+        marks alone, [targets, vocab];
         with labels [batch, length] -> losses [batch, length] float32, or with `mean` their mean [],
         of those targets alone that counted [batch, length] bool marks; other losses are 0;
         with a cache, ids continue its text.
@@ -209,12 +210,12 @@ class GPT(nn.Module):
         if counted is not None and not mean and cache is None and self.context is None:
             first = int(counted.any(dim=0).int().argmax())
         x = self.features(ids, cache, first)
-        if labels is None:
-            return self.logits(x)
         if self.context is not None:
             part = self.context.part(ids.shape[1])
-            labels = labels[:, part]
+            labels = None if labels is None else labels[:, part]
             counted = None if counted is None else counted[:, part]
+        if labels is None:
+            return self.logits(x if counted is None else x[counted[:, first:]])
         if mean:
             marked = None if counted is None else counted.flatten()
             matrix, bias = self.output_matrix, self.output_bias
@@ -427,17 +428,6 @@ class GPT(nn.Module):
     def position(self) -> Position:
         """The encoding of the first layer, whose hook on embeddings acts for all layers."""
         return self._positions[0]
-
-    @property
-    def names_of_layers(self) -> list[str]:
-        """The name of each layer's encoding; empty where layers do not differ."""
-        return [plan.name for plan in self.plans.values() if plan.name]
-
-    @property
-    def looks_at_scores(self) -> bool:
-        """Whether an encoding changes or gives the scores themselves."""
-        hooks = ("on_scores", "block_scores")
-        return any(position.has(hook) for position in self._positions for hook in hooks)
 
     @property
     def _positions(self) -> Sequence[Position]:

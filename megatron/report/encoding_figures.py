@@ -17,7 +17,6 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from megatron.errors import UserError
-from megatron.evaluation.attention_probes import sampled
 from megatron.model import GPT
 from megatron.positions import Position
 from megatron.report.curves import GREY, set_title, style
@@ -117,6 +116,17 @@ def effective_panel(positions: Mapping[str, Position], length: int) -> Panel:
         counts.append((bias.cummin(dim=1).values < THRESHOLD).sum(dim=0))
     title = "heads whose effective length is at most d"
     return Panel(title, torch.stack(counts), labels=tuple(positions))
+
+
+def sampled(length: int, count: int) -> Tensor:
+    """Distances from 0 to length - 1 that look evenly spaced on a logarithmic axis.
+
+    0, 1, 2, … and then fewer: [count + 1 or fewer] int64.
+    """
+    last_exponent = torch.log10(torch.tensor(float(max(length - 1, 1)))).item()
+    spread = torch.logspace(0, last_exponent, count)
+    with_zero = torch.cat([torch.zeros(1), spread])
+    return with_zero.round().long().clamp(max=length - 1).unique()
 
 
 def draw(panels: Sequence[Panel], title: str) -> Figure:

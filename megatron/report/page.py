@@ -5,7 +5,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,21 +33,17 @@ from megatron.results.comparison import compared
 from megatron.results.comparison_table import how_made, tables_of
 from megatron.results.files import PICTURES, read_rows
 from megatron.results.gain import Gain, gains_of, table_of_gains
-from megatron.results.labels import kinds, labels_of, matching, runs, sections, select
-from megatron.results.probes import ProbeRow, is_of_probes, read_probes, tables_of_probes
+from megatron.results.labels import kinds, matching, runs, sections, select
 from megatron.results.row import (
     COLUMNS,
-    LABELS,
     SETTING,
     SHOWN_IF_SET,
     TASK,
     VARIANT,
     Row,
     plain,
-    run_of,
     seed_in_words,
     shown_fact,
-    text_of,
     with_facts,
 )
 from megatron.results.table import BITS, Table, by_length, quantities_of, table_of_text, with_bits
@@ -78,17 +74,14 @@ class PageSection:
 
 @dataclass
 class Page:
-    """The contents of page.html: sections by text and protocol, probes, kernels, and gaps.
+    """The contents of page.html: sections by text and protocol, kernels, and gaps.
 
-    probed: tables of each probed model, by its label
     kernels: figures by the names of their files
     gaps: what is missing, and its cause; faults: checkpoints that could not be read, and why
     """
 
     rows: Sequence[Row]
-    probes: Sequence[ProbeRow]
     sections: list[PageSection] = field(default_factory=list)
-    probed: dict[str, list[Table]] = field(default_factory=dict)
     kernels: dict[str, Figure] = field(default_factory=dict)
     models: Table | None = None
     gaps: list[tuple[str, str]] = field(default_factory=list)
@@ -118,16 +111,12 @@ class Page:
 
 
 def page_of(paths: Sequence[Path], *, against: str | None = None) -> Page:
-    """The page of some files of results and probes, with the encodings of their checkpoints."""
-    results = [path for path in paths if not is_of_probes(path)]
-    rows = read_rows(results)
-    probes = read_probes([path for path in paths if path not in results])
-    return page_of_rows(rows, probes, paths, against)
+    """The page of some files of results, with the encodings of their checkpoints."""
+    return page_of_rows(read_rows(paths), paths, against)
 
 
 def page_of_rows(
     rows: Sequence[Row],
-    probes: Sequence[ProbeRow] = (),
     files: Sequence[Path] = (),
     against: str | None = None,
 ) -> Page:
@@ -135,34 +124,18 @@ def page_of_rows(
 
     Raises UserError if `against` means no encoding, or several.
     """
-    page = Page(rows, probes)
+    page = Page(rows)
     if against is not None:
         select(against, kinds(rows))
     for heading, members in sections(rows).items():
         _add_text(page, heading, members, against)
 
-    probes_of_runs: dict[Hashable, list[ProbeRow]] = {}
-    for row in probes:
-        probes_of_runs.setdefault(run_of(row), []).append(row)
-    first_rows = [group[0] for group in probes_of_runs.values()]
-    names = []
-    for row in first_rows:
-        text = text_of(row) or "a text"
-        names.append(f"{row['pos_emb']}{seed_in_words(row)}, step {row['step']}, {text}")
-    labels = labels_of(first_rows, LABELS, names=names)
-    for label, group in zip(labels, probes_of_runs.values(), strict=True):
-        page.probed[label] = tables_of_probes(group)
-        for row in group:
-            if reason := row.get("reason"):
-                page.gaps.append((f"{row['probe']} of {label} at {row['length']}", reason))
-
-    every_row = [*rows, *probes]
     not_of_model = dict.fromkeys((*SETTING, *VARIANT))
-    models = kinds([with_facts(row, not_of_model) for row in every_row])
+    models = kinds([with_facts(row, not_of_model) for row in rows])
     tried: set[str] = set()
     for number, (label, members) in enumerate(models.items(), 1):
-        row_of = {row["checkpoint"]: row for row in members if row.get("checkpoint")}
-        # Rows of a sweep and probes of the same checkpoint are two kinds.
+        row_of = {name: row for row in members if (name := row.get("checkpoint"))}
+        # Rows of a sweep and others of the same checkpoint are two kinds.
         if tried & row_of.keys():
             continue
         for checkpoint, row in row_of.items():
@@ -185,10 +158,10 @@ def page_of_rows(
 
     keys = ["checkpoint"]
     for key in COLUMNS:
-        if key not in SHOWN_IF_SET or any(key in row for row in every_row):
+        if key not in SHOWN_IF_SET or any(key in row for row in rows):
             keys.append(key)
     lines = {}
-    for row in every_row:
+    for row in rows:
         facts = [shown_fact(row, key) for key in keys]
         line = ["-" if fact in (None, "", {}) else plain(fact) for fact in facts]
         lines[tuple(line)] = line

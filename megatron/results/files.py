@@ -45,8 +45,9 @@ def write_results(path: Path, rows: Sequence[Row]) -> None:
 
 
 def existing_results(path: Path) -> list[Row]:
-    """The rows of a file; none if it is absent or empty."""
-    return read_rows([path]) if has_lines(path) else []
+    """The rows of a file; none if it is absent or empty. A device or a pipe is only written."""
+    is_read = path.exists() and not stream(path) and path.stat().st_size > 0
+    return read_rows([path]) if is_read else []
 
 
 def read_rows(paths: Iterable[str | Path]) -> list[Row]:
@@ -56,7 +57,7 @@ def read_rows(paths: Iterable[str | Path]) -> list[Row]:
     """
     rows: dict[tuple, Row] = {}
     for path in paths:
-        for line in read_lines(Path(path), kind=Row, writer="evaluate.py"):
+        for line in read_lines(Path(path)):
             row = cast("Row", line)
             measurement = measurement_of(row)
             replaced = rows.get(measurement, row)
@@ -91,11 +92,6 @@ def record_of(line: bytes) -> Record:
 # --- Lines of any kind ---
 
 
-def has_lines(path: Path) -> bool:
-    """Whether a file exists and is not empty. A device or a pipe is only written."""
-    return path.exists() and not stream(path) and path.stat().st_size > 0
-
-
 def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """Write one JSON object per line, the whole file at once; UserError for nan and infinity.
 
@@ -120,29 +116,26 @@ def checksum(line: Mapping[str, Any]) -> str:
     return f"{zlib.crc32(text.encode()):08x}"
 
 
-def read_lines(path: Path, *, kind: type, writer: str) -> list[Facts]:
-    """The objects of a file, without their checksums; UserError for a fault.
-
-    kind: the TypedDict that describes a line; writer: the tool that writes such files
-    """
-    give = f"give files of {writer}"
+def read_lines(path: Path) -> list[Facts]:
+    """The rows of a file, without their checksums; UserError for a fault."""
+    give = "give files of evaluate.py"
     try:
         content = read_small(path, LARGEST)
     except FileNotFoundError:
-        raise UserError(f"{path}: there is no such results file - {writer} writes one") from None
+        raise UserError(f"{path}: there is no such results file - evaluate.py writes one") from None
     except OSError as fault:
         raise UserError(f"{path}: cannot be read ({fault.strerror}) - {give}") from None
     rows = []
     for number, text in enumerate(content.splitlines(), 1):
         try:
-            rows.append(facts_of_line(text, kind))
+            rows.append(facts_of_line(text, Row))
         except ValueError as fault:
             raise UserError(
-                f"{path}, line {number}: is no result of {writer}: {fault} - {give}, or remove the"
-                " line and measure it again"
+                f"{path}, line {number}: is no result of evaluate.py: {fault} - {give}, or remove"
+                " the line and measure it again"
             ) from None
     if not rows:
-        raise UserError(f"{path}: is empty - leave it out, or write results with {writer}")
+        raise UserError(f"{path}: is empty - leave it out, or write results with evaluate.py")
     return rows
 
 

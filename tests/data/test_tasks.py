@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import string
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,9 @@ from megatron.data import tasks
 from megatron.data.loader import batches
 from megatron.data.parts import open_parts
 from megatron.data.tasks import PADDING, TASKS, TaskSamples, TaskText
+from megatron.data.tokenizers.build import Bytes
+from megatron.data.tokenizers.tokenizer import description
+from megatron.data.tokens import TokenWriter
 from megatron.errors import UserError
 from prepare_data import run
 from tests.support import ROOT
@@ -26,6 +30,7 @@ CASES = [
     ("selective_copy", {"letters": 3}),
     ("recall", {"pairs": 1}),
     ("recall", {"pairs": 26}),
+    ("recall", {"asked": "last"}),
     ("needle", {"needles": 5, "digits": 7}),
     ("variable_tracking", {"chains": 1, "hops": 0}),
     ("variable_tracking", {"chains": 4, "hops": 5}),
@@ -87,6 +92,13 @@ def found_needle(words):
     return re.search(rf"{key}(\d+)", text)[1]
 
 
+def found_number(words):
+    """Of the digits behind the sentence, which is asked for by its repetition."""
+    found, repeated = re.findall(r"Thepasskeyis(\d+)", "".join(words))
+    assert found == repeated
+    return found
+
+
 def tracked(words):
     text = "".join(words)
     value = re.search(r"\?(\w)=\d$", text)[1]
@@ -124,6 +136,7 @@ SOLVERS = {
     "induction": lambda words: at_the_end(words, re.search("!(.)", "".join(words))[1]),
     "recall": recalled,
     "needle": lambda words: at_the_end(words, found_needle(words)),
+    "passkey": lambda words: at_the_end(words, found_number(words)),
     "variable_tracking": lambda words: at_the_end(words, tracked(words)),
     "flip_flop": read_bits,
     "word_problem": lambda words: at_the_end(words, [product(words)]),
@@ -209,6 +222,79 @@ def test_the_guide_shows_a_problem_of_each_task_and_how_to_add_one():
     problem = json.loads(line)
     assert problem["question"].endswith(" = _ _")
     assert problem["answer"] == " ".join(problem["question"][0] * 2)
+
+
+# --- Around a text ---
+
+TEXT = "It was a Quiet night, and Nobody in the house had asked for 7 apples or a Pear. "
+SENTENCE = " The pass key is"
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A function that gives the prefix of a token file with these texts in bytes."""
+
+    def write(*texts):
+        meta = {"tokenizer": description(Bytes())}
+        with TokenWriter(tmp_path / "text", np.uint16, meta=meta) as writer:
+            for text in texts:
+                writer.add([*text.encode(), 0])
+        return str(tmp_path / "text")
+
+    return write
+
+
+def characters(windows):
+    """Of each window: its text without the padding, and the places of its answer."""
+    for ids, marks in windows:
+        size = np.flatnonzero(ids)[-1] + 1
+        yield bytes(ids[:size].tolist()).decode(), np.flatnonzero(marks).tolist()
+
+
+def test_a_passkey_stands_in_the_text_and_its_digits_alone_are_asked_for(written):
+    text = TaskText("passkey", {"text": written(*[TEXT] * 9)}, Bytes())
+    assert text.meta["tokenizer"]["type"] == "CharLevelTokenizer"
+    assert text.changed_options == {"text": "text"}
+    starts, depths = set(), set()
+    for problem, places in characters(text.windows("valid", 200, 40)):
+        digits = re.search(rf"{SENTENCE}((?: \d){{5}})$", problem)[1]
+        assert places == [*range(len(problem) - 9, len(problem), 2)]
+        before, after = problem.removesuffix(SENTENCE + digits).split(SENTENCE + digits)
+        filler = before + after
+        assert filler in f"{TEXT}\0" * 9
+        # Every word counts as one of the longest, " pass": 18 words of 5, and one of the filler.
+        assert len(filler) == 1 + 201 - 91
+        starts.add(filler)
+        depths.add(len(before) // 40)
+    assert len(starts) > 20
+    assert depths == {0, 1, 2}
+
+
+@pytest.mark.parametrize("asked", ["among", "last"])
+def test_keys_in_a_text_stand_before_their_values_alone(written, asked):
+    text = TaskText("recall", {"text": written(TEXT), "asked": asked}, Bytes())
+    for problem, places in characters(text.windows("valid", 190, 20)):  # longer than the text
+        pairs = re.findall("([A-Z]) ([a-z])", problem)
+        keys = [key for key, count in Counter(key for key, _ in pairs).items() if count == 2]
+        assert len(keys) == 4
+        for key in keys:
+            (first, _), (_, second) = (match.span() for match in re.finditer(f" {key} .", problem))
+            assert problem.count(key) == 2
+            assert problem[first : first + 4] == problem[second - 4 : second]
+            assert second - 1 in places
+        assert len(places) == 4
+        edge = problem[:16] if asked == "among" else problem[-16:]
+        assert re.fullmatch("( [A-Z] [a-z]){4}", edge)
+
+
+def test_a_text_needs_its_tokenizer_and_is_for_tasks_with_a_filler(written):
+    prefix = written(TEXT)
+    with pytest.raises(UserError, match=r"task_args.text: .* needs the tokenizer"):
+        TaskText("passkey", {"text": prefix}).windows("valid", 200, 1)
+    with pytest.raises(UserError, match=r"task_args.text: there are no token files .*absent"):
+        _ = TaskText("recall", {"text": prefix + "absent"}).meta
+    with pytest.raises(UserError, match="copy has no option 'text'"):
+        TaskText("copy", {"text": prefix})
 
 
 # --- Parts and seeds ---

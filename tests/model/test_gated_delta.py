@@ -3,13 +3,11 @@
 from copy import deepcopy
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 from megatron.config import load
 from megatron.errors import UserError
-from megatron.evaluation.attention_probes import attention_by_distance
 from megatron.model import GPT, Architecture, Cache, from_config
 from megatron.model.documents import Documents
 from megatron.model.gated_delta import (
@@ -324,9 +322,3 @@ def test_numbers_and_operations_of_a_hybrid_are_counted():
     for words, state in (([], 4 * 8 * 8), (heads, 6 * 12 * 8)):
         result = attention_flops(Architecture.of(load([], [*HYBRID, *words]).model), keys=100)
         assert result == 4 * 2 * 32 * 100 + PER_STATE * 4 * state
-
-
-def test_attention_is_probed_in_the_layers_that_have_it():
-    entropy, mass = attention_by_distance(model(), [np.arange(41) % 50] * 2)
-    assert entropy.shape == (2, 4)
-    torch.testing.assert_close(mass.sum(dim=1), torch.ones(2).double())

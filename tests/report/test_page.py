@@ -54,8 +54,7 @@ def test_no_text_of_a_row_is_markup():
     keys = ("pos_emb", "corpus", "part", "protocol", "checkpoint", "device", "commit", "reason")
     hostile = dict.fromkeys(keys, evil) | {"pos_emb_args": {"kernels": [evil]}}
     measured = [row | hostile | {"perplexity": None, "loss": None} for row in MEASURED[:2]]
-    probe = {"probe": "copy", "length": 9, "step": 1, "config_hash": evil, "reason": evil}
-    page = page_of_rows([*measured, *MEASURED], [probe | hostile]).html(evil)
+    page = page_of_rows([*measured, *MEASURED]).html(evil)
     assert "<script>alert" not in page
     assert "<b>" not in page
     assert page.count("<script") == 1
@@ -71,7 +70,6 @@ def test_the_table_has_means_over_seeds_and_what_is_missing_is_named_once_for_ea
     missing = page[page.index("<h2>What is missing") :]
     assert "stdlib valid: equal_tokens, learned at 1024: learned positions end at 512" in missing
     assert f"2 times: runs/a/global_step2000; runs/b/global_step2000: {NOT_FOUND}" in missing
-    assert "No rows of tools/probe.py were given" in page
     models = next(table for table in tables_of(page) if table[0][0] == "checkpoint")
     assert any("kernels [exp, <b>&]" in line for line in models)
 
@@ -176,35 +174,6 @@ def test_the_page_says_nothing_of_seeds_and_hatches_where_there_are_none():
     assert "mean ± standard deviation over seeds; hatched: not measured" in shown
 
 
-def test_probes_of_each_model_have_tables():
-    shared = {"pos_emb": "mep", "seed": 1, "step": 10, "config_hash": "a", "length": 512}
-    answer = {"accuracy": 0.5, "guess": 0.1, "log_probability": -1.0, "without": -2.5}
-    probes = [
-        shared | {"probe": "passkey", "depth": 0.5, **answer},
-        shared | {"probe": "passkey", "depth": 0.0, **answer, "accuracy": 0.25, "length": 64},
-        shared | {"probe": "receptive_field", "reach": 500},
-        shared | {"probe": "attention", "mass": [[0.5, 0.3, 0.2]], "edges": [0, 1, 2, 512]},
-        shared | {"probe": "copy", "window": 64, "reason": "it ends"},
-    ]
-    page = page_of_rows([], probes)
-    labels = [*page.probed]
-    assert [label.split(", ")[-1] for label in labels] == ["window none", "window 64"]
-    shown = page.html("t")
-    answers, reach, attention, _ = tables_of(shown)
-    assert answers == [
-        ["depth (0: start)", "64", "512"],
-        ["0", "0.25 (0.1) +1.50", ""],
-        ["0.5", "", "0.50 (0.1) +1.50"],
-    ]
-    assert reach[1] == ["512", "500"]
-    assert attention[1] == ["layer 0", "1.000", "0.500", "0.200"]
-    assert (f"copy of {labels[1]} at 512", "it ends") in page.gaps
-    assert "Does the model repeat the tokens?" in shown
-    assert "have not learned to retrieve: expect accuracies of 0.00" in shown
-    on_splits = [probes[0] | {"split": split} for split in ("949,50,1", "8,1,1")]
-    assert len(page_of_rows([], on_splits).probed) == 2
-
-
 def test_curves_that_stay_low_are_drawn_once_more():
     page = page_of_rows([*MEASURED, *rows("rotary", {512: 11.0, 1024: 10.0})])
     near = page.figures["perplexity-near"].axes[0]
@@ -259,10 +228,9 @@ def test_beside_the_results_each_model_finds_its_own_checkpoint(tmp_path):
     shown = page.html("t")
     assert 'aria-label="alibi, seed 1234' in shown
     assert "kernel exp(bias)" in shown
-    # Of a sweep's rows and of the probes, it is one checkpoint; an imported model has no seed.
+    # Of a sweep's rows and of others, it is one checkpoint; an imported model has no seed.
     (row,) = rows("alibi", {512: 9.0}, **place, sweep="s", origin="LlamaForCausalLM")
-    probe = row | {"probe": "copy", "length": 9, "reason": "it ends", "sweep": None}
-    page = page_of_rows([row], [probe], files)
+    page = page_of_rows([row, row | {"sweep": None, "length": 256}], files)
     assert [*page.kernels] == ["1-encoding"]
     assert "seed 1234" not in page.html("t")
 

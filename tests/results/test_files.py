@@ -9,7 +9,6 @@ from megatron.results.files import (
     training_log,
     write_results,
 )
-from megatron.results.probes import existing_probes
 from tests.results.rows import TWO, rows
 
 
@@ -41,7 +40,6 @@ def test_an_absent_or_empty_file_has_no_rows_yet(tmp_path):
     (tmp_path / "empty.jsonl").touch()
     for name in ("absent.jsonl", "empty.jsonl"):
         assert existing_results(tmp_path / name) == []
-        assert existing_probes(tmp_path / name) == []
 
 
 def test_every_flipped_byte_of_a_line_is_noticed_or_changes_no_fact(tmp_path):

@@ -8,7 +8,6 @@ import pytest
 
 from megatron.results import read_results
 from megatron.results.files import read_rows, write_results
-from megatron.results.probes import is_of_probes, read_probes
 from megatron.results.row import Row, agrees, by_text, measurement_of, run_of, value_of
 from tests.results.rows import check_numbers, row, row_at_512, rows, texts
 from tests.support import ROOT
@@ -16,9 +15,6 @@ from tests.support import ROOT
 
 def test_the_files_at_hand_are_rows_whose_numbers_agree():
     for path in (ROOT / "docs").rglob("*.jsonl"):
-        if is_of_probes(path):
-            assert read_probes([path])
-            continue
         for measured in read_rows([path]):
             assert {*measured} <= {*Row.__annotations__}
             check_numbers(measured)

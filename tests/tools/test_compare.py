@@ -19,17 +19,15 @@ def test_a_reader_that_leaves_early_is_no_fault(tmp_path):
 
 
 def test_the_tool_prints_a_table_for_each_length_and_writes_markdown(tmp_path, capsys):
-    results, probes = tmp_path / "results.jsonl", tmp_path / "probes.jsonl"
+    results = tmp_path / "results.jsonl"
     rows = []
     for name, shifts in {"mep_free": [0.0, 0.0, 0.0], "rotary": [0.2, 0.21, 0.22]}.items():
         rows += [*seeds_of(name, shifts), *seeds_of(name, shifts, length=1024, tokens=65536)]
     write_lines(results, rows)
-    probes.write_text('{"probe": "copy"}\n')
     output = tmp_path / "a.md"
-    assert main([str(results), str(probes), "-o", str(output)]) == 0
+    assert main([str(results), "-o", str(output)]) == 0
     assert output.read_text().count("| rotary | 3 | †") == 2
     printed = capsys.readouterr()
-    assert f"note: {probes} holds probes, left out\n" in printed.err
     assert "length 512: stdlib valid" in printed.out
     assert "length 1024: stdlib valid" in printed.out
     assert main([str(results), "-o", str(tmp_path / "a.txt")]) == 1

@@ -22,7 +22,6 @@ COMMANDS = {
     "a.html": "tools/report.py {input} -o",
     "tokenizer.json": "tools/train_tokenizer.py --input {text} --vocab-size 280 --overwrite -o",
     "rows.jsonl": f"evaluate.py --checkpoint {RUN} -o",
-    "probes.jsonl": f"tools/probe.py --checkpoint {RUN} --probes passkey attention --trials 1 -o",
     "texts.jsonl": "generate.py --checkpoint {run} --prompt ab --max-new-tokens 2 -o",
 }
 FOREIGN = b'\x89PNG\r\n<!DOCTYPE html>{"mine": 1}'

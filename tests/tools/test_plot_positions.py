@@ -7,7 +7,6 @@ from xml.etree import ElementTree
 
 import torch
 
-from megatron.evaluation.attention_probes import sampled
 from megatron.positions import REGISTRY, Shape, build
 from megatron.report.curves import write
 from megatron.report.encoding_figures import (
@@ -15,6 +14,7 @@ from megatron.report.encoding_figures import (
     draw,
     effective_panel,
     panels,
+    sampled,
     training_panels,
 )
 from tests.checkpoints import checkpoint_of_bytes

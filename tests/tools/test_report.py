@@ -59,7 +59,7 @@ def test_the_command_writes_a_page_and_its_figures(page):
     text = html.unescape(page.read_text(encoding="utf-8"))
     headings = re.findall(r"<h[12]>(.*?)</h[12]>", text)
     assert headings[:3] == ["Two <texts>", "Tasks", "stdlib valid: equal_tokens"]
-    assert headings[4:] == ["task:copy", "Probes", "Kernels", "Models", "What is missing"]
+    assert headings[4:] == ["task:copy", "Kernels", "Models", "What is missing"]
     starts = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
     pictures = list((page.parent / "plots").iterdir())
     names = ("perplexity", "2-perplexity", "3-accuracy")

@@ -10,7 +10,6 @@ from itertools import product
 import pytest
 
 from megatron.results.files import read_rows
-from megatron.results.probes import read_probes
 from tests.support import ROOT
 from tools import claims, compare, show_results
 
@@ -112,19 +111,4 @@ def test_the_table_of_steps_has_the_perplexities_of_its_rows():
     lines = [f"| step | {' | '.join(encodings)} |", "| ---: |" + " ---: |" * len(encodings)]
     for step, values in sorted(cells.items()):
         lines.append(f"| {step} | {' | '.join(values[name] for name in encodings)} |")
-    assert "\n".join(lines) in section
-
-
-@pytest.mark.parametrize("probe", ["passkey", "recall"])
-def test_the_table_of_a_probe_has_the_accuracies_of_its_rows(probe):
-    folder = ROOT / "docs/results"
-    section = (folder / "pretrained.md").read_text(encoding="utf-8").split("\n## Passkeys")[1]
-    cells = defaultdict(list)
-    for row in read_probes([folder / f"pretrained/{probe}.jsonl"]):
-        method = row.get("method", "none").partition(",")[0]
-        cells[method, row["length"]].append(f"{row['accuracy']:.2f} ({row['log_probability']:.1f})")
-    lines = [
-        f"| {method} | {length} | {' | '.join(shown)} |"
-        for (method, length), shown in cells.items()
-    ]
     assert "\n".join(lines) in section
