@@ -142,7 +142,7 @@ def make_corpus(folder: Path) -> Path:
     """Prefix of a token file of `modules`, in bytes."""
     make_texts(folder)
     words = ["--input", folder, "--name", "tiny", "-t", "CharLevelTokenizer", "-d", folder / "data"]
-    done = run("prepare_data.py", *words)
+    done = call("prepare_data.py", *words)
     assert done.returncode == 0, done.stderr
     return folder / "data" / "tiny" / "tiny_text_document"
 

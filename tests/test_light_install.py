@@ -2,6 +2,8 @@
 
 import ast
 import json
+import os
+import re
 import shutil
 import sys
 import tomllib
@@ -15,9 +17,10 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from megatron.errors import OF_TRAIN, missing_package
 from tests.checkpoints import checkpoint_of_bytes
-from tests.support import ROOT, run
-from tests.test_public_names import names_of_the_page
+from tests.support import ROOT, blocks, run
+from tests.test_public_names import PAGE, names_of_the_page
 from tests.test_repository import PRODUCT, imports, requirements, tree
+from tools.document_commands import make_clone
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LIGHT = [Requirement(text) for text in PROJECT["dependencies"]]
@@ -100,23 +103,52 @@ def test_encodings_and_attention_load_no_package_but_torch():
     assert "megatron" in loaded
 
 
+WORKING = {
+    *("check_encoding.py", "claims.py", "compare.py", "deepy.py"),
+    *("document_commands.py", "generate.py", "import_checkpoint.py", "inspect_checkpoint.py"),
+    *("inspect_data.py", "merge_data.py", "migrate_config.py", "train.py"),
+}
+SOME = {"deepy.py", "document_positions.py", "train.py"}
+PATHS = sorted([*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")])
+EVERY = os.environ.get("CAMPAIGN") == "1"
+HELPED = [str(path) for path in PATHS if EVERY or path.name in SOME]
+GENERATE = [str(ROOT / "generate.py"), "--checkpoint", "runs/mep", "--prompt", "Every token"]
+GENERATE += ["tokenizer_type=CharLevelTokenizer", "--max-new-tokens", "4"]
+TASK = ["train_iters=1", "data_path=task:copy", "save=runs/new"]
+STEPS = [
+    GENERATE,
+    [str(ROOT / "tools/import_checkpoint.py"), "models/neox", "-o", "runs/neox"],
+    [str(ROOT / "train.py"), "runs/mep/global_step10/config.yml", *TASK],
+]
+CHECKS_OF_THE_PAGE = [
+    "assert bias.shape == (4, 256)",
+    "assert out.shape == (1, 4, 256, 16)",
+    "assert logits.shape == (1, 64, 512)",
+    "assert table.tolist() == [[-0.5 * distance for distance in range(8)]] * 4",
+    "assert nats[64].shape == nats[256].shape == (768,)",
+    "assert [*frame.pos_emb.unique()] == ['mep_free', 'rotary']",
+]
+
+
 @pytest.fixture(scope="module")
-def light(tmp_path_factory):
-    """Runs commands of a folder with a checkpoint, as after `pip install .`."""
+def results(tmp_path_factory):
+    """Of docs/python.md, `--help` of scripts and STEPS, as after `pip install .`."""
     folder = tmp_path_factory.mktemp("light")
+    make_clone(folder)
     settings = ["num_layers=1", "hidden_size=32", "num_attention_heads=4", "seq_length=64"]
-    checkpoint_of_bytes(folder / "runs/mep", *settings)
+    checkpoint_of_bytes(folder / "runs/mep", *settings, "pos_emb=alibi")
     torch.manual_seed(1)
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     theirs = GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=64, intermediate_size=32, **sizes))
     theirs.save_pretrained(folder / "models/neox")
-
-    def results_of(commands):
-        done = run(ROOT / "tests/light_install.py", json.dumps(commands), cwd=folder)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
-
-    return results_of
+    examples = blocks(PAGE, "python")
+    light = [block for block in examples if not re.search("# .train.$", block, re.M)]
+    (folder / "page.py").write_text("\n".join([*light, *CHECKS_OF_THE_PAGE]))
+    commands = [["page.py"], *([script, "--help"] for script in HELPED), *STEPS]
+    done = run(ROOT / "tests/light_install.py", json.dumps(commands), cwd=folder)
+    assert done.returncode == 0, done.stderr
+    page, *others = json.loads(done.stdout)
+    return page, others[: len(HELPED)], others[len(HELPED) :]
 
 
 def message(script, package):
@@ -124,21 +156,15 @@ def message(script, package):
     return f"{name}: {package} is not installed - pip install '.[train]' in the project's folder\n"
 
 
-WORKING = {
-    *("check_encoding.py", "claims.py", "compare.py", "deepy.py"),
-    *("document_commands.py", "generate.py", "import_checkpoint.py", "inspect_checkpoint.py"),
-    *("inspect_data.py", "merge_data.py", "migrate_config.py", "train.py"),
-}
-SOME = {"deepy.py", "document_positions.py", "train.py"}
+def test_the_page_runs_after_a_light_install(results):
+    status, output, errors = results[0]
+    assert status == 0, errors
+    assert "mep_free" in output
 
 
-@pytest.mark.parametrize("some", [True, pytest.param(False, marks=pytest.mark.campaign)])
-def test_a_command_without_its_packages_names_the_extra(light, some):
-    paths = sorted([*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")])
-    scripts = [str(path) for path in paths if path.name in SOME or not some]
-    results = light([[script, "--help"] for script in scripts])
+def test_a_command_without_its_packages_names_the_extra(results):
     working = set()
-    for script, (status, output, errors) in zip(scripts, results, strict=True):
+    for script, (status, output, errors) in zip(HELPED, results[1], strict=True):
         if status == 0:
             assert "usage:" in output
             assert errors == ""
@@ -146,21 +172,11 @@ def test_a_command_without_its_packages_names_the_extra(light, some):
         else:
             assert status == 1
             assert errors in {message(script, package) for package in OF_TRAIN}
-    assert working >= (SOME & WORKING if some else WORKING)
+    assert working >= (WORKING if EVERY else SOME & WORKING)
 
 
-def test_a_step_without_its_package_names_the_extra(light):
-    generate = [str(ROOT / "generate.py"), "--checkpoint", "runs/mep", "--prompt", "Every token"]
-    bytes_of_text = ["tokenizer_type=CharLevelTokenizer", "--max-new-tokens", "4"]
-    imported = [str(ROOT / "tools/import_checkpoint.py"), "models/neox", "-o", "runs/neox"]
-    trained = [str(ROOT / "train.py"), "runs/mep/global_step10/config.yml", "train_iters=1"]
-    others = light(
-        [
-            [*generate, *bytes_of_text],
-            imported,
-            [*trained, "data_path=task:copy", "save=runs/new"],
-        ]
-    )
+def test_a_step_without_its_package_names_the_extra(results):
+    others = results[2]
     packages = ["transformers", "transformers", "deepspeed"]
     scripts = ["generate.py", "import_checkpoint.py", "train.py"]
     assert [result[0] for result in others] == [1, 1, 1]

@@ -367,7 +367,7 @@ def backends_agree(subject: Subject) -> Finding:
     if position.has("on_scores"):
         return Finding(NOT_APPLICABLE, "scores that look at content exist in eager only")
     length = min(longest_length(position), 300)
-    ids = random_ids(length + 1, batch=2)
+    ids = random_ids(length + 1)
     inputs, labels = ids[:, :-1], ids[:, 1:]
     results = []
     for backend in ("eager", "sdpa"):

@@ -17,7 +17,7 @@ from megatron.errors import UserError
 from megatron.folder_lock import owned_folder
 from megatron.sweeps.cells import collect, load_sweep, state_of
 from megatron.sweeps.runner import Runner, places_of
-from tests.support import ROOT, call
+from tests.support import call
 from tests.sweeps.conftest import STEPS, SWEEP, TABLE, WARM, rows
 
 KILLS = {"metrics.jsonl": 8, "evaluation/*.jsonl": 3}  # how often, and after which file was written
@@ -103,23 +103,13 @@ def test_a_signal_to_a_sweep_or_its_terminal_ends_its_trainings(corpus, forks, t
     sweep_file.write_text(text.replace("save_interval: 15", "save_interval: 0"))
     words = ["run", sweep_file, "--folder", tmp_path / "runs", "--only", "data=good"]
     (cell,) = load_sweep(sweep_file, tmp_path / "runs", ["data=good"]).cells
-    if number == signal.SIGINT:  # as a shell starts it, and its terminal signals all of its group
-        command = [sys.executable, ROOT / "tools/sweep.py", *words]
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True
-        )
-        pid, wait = process.pid, process.wait
-    else:
-        pid = forks.start(WARM, *words, log=tmp_path / "log")
-
-        def wait(seconds):
-            return forks.wait(pid, seconds)
-
+    pid = forks.start(WARM, *words, log=tmp_path / "log")
     try:
         while not (cell.folder / "metrics.jsonl").exists():
             time.sleep(0.05)
+        # A terminal signals all of a group.
         os.killpg(pid, number) if number == signal.SIGINT else os.kill(pid, number)
-        status = wait(60)
+        status = forks.wait(pid, 60)
         end = time.monotonic() + (10 if number == signal.SIGKILL else 0)
         while not trainable(cell.folder):
             assert time.monotonic() < end, "a training outlived its sweep"
@@ -213,7 +203,13 @@ def test_each_place_is_a_device_of_this_process_and_shares_its_cores(monkeypatch
     assert places_of(2) == [{"OMP_NUM_THREADS": "5"}] * 2
 
 
-def test_a_table_of_ones_own_stands_beside_what_its_sweep_measured(file, whole, capfd):
+def test_a_table_of_ones_own_stands_beside_what_its_sweep_measured(file, whole, monkeypatch):
+    def in_this_process(command, check):
+        done = call(*command[1:])
+        sys.stderr.write(done.stderr)
+        return done
+
+    monkeypatch.setattr(subprocess, "run", in_this_process)
     folder = whole[0]
     table = file.with_name("table") / "mine.yml"
     table.parent.mkdir()
@@ -236,5 +232,5 @@ def test_a_table_of_ones_own_stands_beside_what_its_sweep_measured(file, whole, 
     assert "36 of 36 cells have no rows" in done.stdout  # those there are of another sweep
     done = call("tools/reproduce.py", "kerple-table5", "--folder", file.parent / "new", "--run")
     assert done.returncode == 1
-    assert "arxiv_text_document - python prepare_data.py arxiv (sizes" in capfd.readouterr().err
+    assert "arxiv_text_document - python prepare_data.py arxiv (sizes" in done.stderr
     assert not (file.parent / "new").exists()

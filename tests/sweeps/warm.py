@@ -22,13 +22,19 @@ class Forked:
     """What Runner needs of subprocess.Popen, for a script that starts without its imports."""
 
     def __init__(
-        self, command: Sequence[str], *, env: dict[str, str], stdout: BinaryIO, **settings: object
+        self,
+        command: Sequence[str],
+        *,
+        env: dict[str, str],
+        stdout: BinaryIO,
+        process_group: int,
+        **settings: object,
     ) -> None:
         parent = os.getpid()
         self.returncode = None
         self.pid = os.fork()
         if not self.pid:
-            os.setpgid(0, 0)
+            os.setpgid(0, process_group)
             end_with(parent)
             become(command[1:], env, stdout, stdout)
 

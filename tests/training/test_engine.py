@@ -33,8 +33,8 @@ def float32_losses(grid) -> list[float]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bfloat16_trains_like_float32_within_noise_at_every_zero_stage(grid, float32_losses, stage):
     zero = f"zero_optimization.stage={stage}"
-    sharded = losses(trainer(grid, "pos_emb=mep_param", zero), 25)
-    assert sharded == pytest.approx(float32_losses, rel=1e-4)
+    sharded = losses(trainer(grid, "pos_emb=mep_param", zero), 6)
+    assert sharded == pytest.approx(float32_losses[:6], rel=1e-4)
     rounded = losses(trainer(grid, "pos_emb=mep_param", zero, "precision=bf16"), 25)
     assert float32_losses[-1] < 0.8 * float32_losses[0]
     assert rounded == pytest.approx(float32_losses, rel=1e-2)
@@ -99,7 +99,7 @@ def test_a_machine_that_cannot_compile_is_told_so_and_a_broken_backend_is_found(
 @every_signature
 def test_training_leaves_learned_numbers_float32_and_within_their_bounds(grid, name):
     run = trainer(grid, *of_encoding(name), "precision=bf16")
-    assert all(math.isfinite(loss) for loss in losses(run, 5))
+    assert all(math.isfinite(loss) for loss in losses(run, 2))
     position = run.model.position
     for key, value in position.learned().items():
         path, _, name_in_module = key.rpartition(".")
