@@ -60,7 +60,7 @@ def resume(trainer: Trainer, path: Path, config: Config, record: Mapping[str, An
             state = None
             if trainer.config.checkpoint.no_load_optim:
                 logger.info("no_load_optim: continuing at step %d with a fresh optimizer", step)
-            elif step > record.get("skipped", 0):  # before its first update it has no averages
+            elif step:  # before its first update it has no averages
                 names = weights.keys()
                 shapes = {name: weights.get_slice(name).get_shape() for name in names}
                 ranks = record.get("ranks", trainer.grid.ranks)

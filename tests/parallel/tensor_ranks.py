@@ -142,21 +142,6 @@ def compare(grid: Grid, config: Config) -> dict[str, float]:
     return differences
 
 
-def skipped(grid: Grid, stage: int) -> list[bool]:
-    """Whether each rank skips a step whose gradient is infinite in one rank's part of a matrix."""
-    words = [*SHAPE, "skip_nonfinite=2", f"zero_optimization.stage={stage}"]
-    config = load([], [*words, "model_parallel_size=2"])
-    run = Trainer(config, model_of(config), grid)
-    if grid.rank == 3:
-        matrix = run.model.layers[1].mlp.dense_h_to_4h.weight
-        matrix.register_hook(lambda gradient: gradient * torch.inf)
-    before = full_weights(run)
-    result = run.train_step([windows(0, MICRO)])
-    same = all(torch.equal(weight, before[name]) for name, weight in full_weights(run).items())
-    run.engine.destroy()
-    return grid.gather(bool(result.skipped) and same)
-
-
 def rounded(grid: Grid) -> list[bool]:
     """Whether each rank computes with the float32 values of an encoding in a bfloat16 engine."""
     words = ["pos_emb=kerple_log", "precision=bf16", "zero_optimization.stage=2"]
@@ -186,7 +171,6 @@ if __name__ == "__main__":
             results["refused"][case] = str(fault)
             continue
         results["differences"][case] = compare(grid, config)
-    results["skipped"] = [skipped(grid, stage) for stage in (0, 2)]
     results["exact"] = rounded(grid)
     start = Path(source)
     for stage, at in CONTINUED:

@@ -39,7 +39,6 @@ def test_ranks_that_share_layers_train_and_continue_as_one_does(forks, grid, cor
     for case, differences in results["differences"].items():
         assert len(differences) > 20
         assert max(differences.values()) <= EXACT, (case, differences)
-    assert results["skipped"] == [[True] * 4] * 2
     assert results["exact"] == [True] * 4
 
     # Each stage's checkpoint continues on the other stages, above, and on one rank.
