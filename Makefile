@@ -208,7 +208,8 @@ $(POLICY):
 	mv $@.unfinished $@
 
 results-pretrained: $(SMOLLM2) $(POLICY)
-	test -f $(SWEEP)/model/latest || $(PY) tools/import_checkpoint.py $(SMOLLM2) -o $(SWEEP)/model
+	test -d $(SWEEP)/folder || $(PY) docs/results/pretrained/from_gguf.py $(SMOLLM2) $(SWEEP)/folder
+	test -f $(SWEEP)/model/latest || $(PY) tools/import_checkpoint.py $(SWEEP)/folder -o $(SWEEP)/model
 	test -f data/pretrained/policy/policy_text_document.idx || $(PY) prepare_data.py --input $(POLICY) --name policy $(SMOLLM2_TOKENS)
 	test -f data/pretrained/environment/environment_text_document.idx || $(PY) prepare_data.py environment $(SMOLLM2_TOKENS)
 	for text in "$(CODE)" "$(MANUAL)"; do \

@@ -11,7 +11,6 @@ kills them within 30 seconds and exits with 1.
 """
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,9 +25,9 @@ from megatron.checkpoints.saved import with_parent
 from megatron.cli_errors import CommandParser, print_line, status_of
 from megatron.config import Config
 from megatron.errors import UserError
-from megatron.files import ROOT, read_small
-from megatron.parallel.grid import Grid, free_port
-from megatron.parallel.launcher import Launcher, environments
+from megatron.files import ROOT
+from megatron.parallel.grid import Grid, free_port, learn_place, process_count
+from megatron.parallel.launcher import environments, run
 from megatron.training.batches import likely_rows
 from megatron.training.fits import check_fits
 
@@ -37,9 +36,6 @@ ON_THIS_MACHINE = ("evaluate.py", "generate.py")
 ONE_PROCESS = ("generate.py",)
 PURPOSES = {"train.py": "train", "evaluate.py": "evaluate"}
 HELP = {"-h", "--help"}
-
-HOST = re.compile(r"(?:\w[\w.-]*@)?(\w[\w.:-]*)\s+slots=[1-9]\d{0,3}")
-LARGEST_HOSTFILE = 1_000_000  # bytes
 
 Device = int | str  # as CUDA_VISIBLE_DEVICES names it: a number, or an identifier of a MIG slice
 
@@ -66,6 +62,9 @@ def _start(words: list[str]) -> None:
     script, rest = find_script(words[0]), words[1:]
     if HELP & set(rest):
         os.execv(sys.executable, [sys.executable, str(script), "--help"])
+    learn_place()
+    if process_count() > 1:  # srun, mpirun or torchrun has started a process for each device
+        _become(["-u", str(script), *rest], os.environ)
     config = checked_config(script, rest)
     if config is not None and config.only_measures and script.name == "train.py":
         script = find_script("evaluate.py")  # its processes, one for each device of this machine
@@ -122,10 +121,7 @@ def launch(script: Path, words: Sequence[str], config: Config | None) -> NoRetur
     if config and script.name == "train.py":
         with_parent(config)  # a missing parent is found before processes start
         count = len(devices)
-        parallel = config.parallel
-        shared = Grid(ranks=count).sharing(
-            parallel.context_parallel_size, parallel.model_parallel_size
-        )
+        shared = Grid(ranks=count).sharing(config.parallel.context_parallel_size)
         config.check_batch(shared.data_ranks)
         kind = torch.device("cuda" if cuda else "cpu")
         check_fits(config, likely_rows(config), ranks=count, local_ranks=count, device=kind)
@@ -135,10 +131,7 @@ def launch(script: Path, words: Sequence[str], config: Config | None) -> NoRetur
     ranks = environments(environment, len(devices), port)
     if len(ranks) == 1:
         _become(command, ranks[0])
-    ending = Launcher().run([sys.executable, *command], ranks)
-    if ending.message:
-        print_line(ending.message)
-    sys.exit(ending.status)
+    sys.exit(run([sys.executable, *command], ranks))
 
 
 def _become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
@@ -197,45 +190,18 @@ def devices_for(script: Path, config: Config | None) -> list[Device]:
 def launch_on_many_machines(script: Path, words: Sequence[str], config: Config) -> NoReturn:
     """Let DeepSpeed's launcher start the script on the machines of a hostfile, and wait.
 
-    Raises UserError if the file does not exist or is not one, or the launcher cannot start.
+    Raises UserError if it cannot.
     """
-    hostfile = Path(str(config.launch.hostfile))
-    try:
-        lines = read_small(hostfile, LARGEST_HOSTFILE).split(b"\n")
-    except OSError as fault:
-        raise UserError(
-            f"hostfile: {hostfile} does not exist or cannot be read ({fault.strerror}) - name a"
-            " file with lines `host slots=8`"
-        ) from None
-    line_of: dict[str, int] = {}
-    for number, line in enumerate(lines, 1):
-        text = line.decode("utf-8", errors="replace").split("#")[0].strip()
-        if not text:
-            continue
-        match = HOST.fullmatch(text)
-        if match is None:
-            raise UserError(
-                f"hostfile: {hostfile}:{number}: {text[:80]!r} is no line `host slots=8` - one"
-                " machine in each line, with its number of devices"
-            )
-        machine = match[1]
-        if machine in line_of:
-            raise UserError(
-                f"hostfile: {hostfile}: {machine} stands in lines {line_of[machine]} and {number} -"
-                " give each machine once, with all its devices"
-            )
-        line_of[machine] = number
-    if not line_of:
-        raise UserError(f"hostfile: {hostfile} has no machine - write lines `host slots=8`")
-
     from deepspeed.launcher import runner
 
     try:
+        os.stat(str(config.launch.hostfile))  # without one it would look for devices here
         runner.main(launcher_words(script, words, config))
     except (ValueError, RuntimeError, OSError, subprocess.CalledProcessError) as fault:
         raise UserError(
-            f"hostfile: {hostfile}: DeepSpeed's launcher cannot start ({fault}) - correct it, let"
-            " ssh reach every machine without a password, or start on each with torchrun"
+            f"hostfile: {config.launch.hostfile}: DeepSpeed's launcher cannot start ({fault}) -"
+            " write lines `host slots=8`, let ssh reach every machine without a password, or start"
+            " on each with torchrun"
         ) from None
     sys.exit(0)
 

@@ -39,6 +39,18 @@ OF_ANY_FILE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EMFIL
 """Faults that are no mistake of the program even if the file is unknown."""
 WRONG = re.compile(r"(?:unrecognized arguments: (?=-)|invalid choice: ')([^\s=']+)")
 
+ENDED = {
+    "--two-by-two": "use --clip-distance none 511 --logn-scale off on",
+    "longppl": "docs/evaluation.md computes it with megatron.evaluation.losses",
+    "--judge": "docs/evaluation.md computes LongPPL with megatron.evaluation.losses",
+    "--shots": "use --num-fewshot",
+    "--task-folder": "export the checkpoint and use lm_eval --include_path",
+    "--metadata": "export the checkpoint and use lm_eval --metadata",
+    "--ignore-eod": "export the checkpoint and use transformers' generate",
+    "--batch-size": "prompts are continued one by one",
+}
+"""Options and choices that have ended, and what to use instead."""
+
 Words = ParamSpec("Words")
 
 
@@ -81,6 +93,8 @@ class CommandParser(argparse.ArgumentParser):
         wrong = WRONG.search(message)
         if wrong is None:
             return message
+        if wrong[1] in ENDED:
+            return f"{message}; it has ended: {ENDED[wrong[1]]}"
         choices = message.partition("choose from")[2] or self.format_usage()
         names = re.findall(r"-*\w[\w.-]*", choices)
         longer = [name for name in names if name.startswith(wrong[1])]

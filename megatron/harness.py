@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -49,8 +49,11 @@ def evaluate_tasks(
     """
     try:
         from lm_eval.evaluator import simple_evaluate
-        from lm_eval.models.huggingface import HFLM
+        from lm_eval.models import huggingface
         from lm_eval.utils import make_table
+
+        ask: Any = simple_evaluate  # decorators hide the parameters of both
+        hflm: Any = huggingface.HFLM
     except ImportError as fault:
         raise UserError(
             f"--tasks: {fault.name} is not installed - pip install 'lm-eval[hf]>=0.4.13,<0.5'"
@@ -72,18 +75,18 @@ def evaluate_tasks(
     device = device_alone()
     model.to(device, DTYPES[options.dtype])
     use_threads(count_parameters(model), device)
-    theirs = transformers_tokenizer(tokenizer, trained.tokenizer.get("bos_token"))
+    theirs = transformers_tokenizer(tokenizer, trained.tokenizer)
 
     tables = []
     for attention, length in product(variations, lengths):
         model.use_attention(attention)
         logger.info("%s at %d tokens", ", ".join(names), length)
-        hflm: Any = HFLM(
+        wrapped = hflm(
             as_transformers(model), tokenizer=theirs, max_length=length, device=str(device)
         )
         try:
-            results: Any = simple_evaluate(
-                model=hflm, tasks=list(names), num_fewshot=shots, limit=limit, log_samples=False
+            results: Any = ask(
+                model=wrapped, tasks=list(names), num_fewshot=shots, limit=limit, log_samples=False
             )
         except Exception as fault:  # whatever a task's code or the hub's library raises
             raise UserError(
@@ -99,8 +102,8 @@ def evaluate_tasks(
     return "\n".join(tables), output
 
 
-def transformers_tokenizer(tokenizer: Tokenizer, begin: str | None) -> Any:
-    """transformers' tokenizer with the ids of ours. begin: the token before each text, if any
+def transformers_tokenizer(tokenizer: Tokenizer, record: Mapping[str, Any]) -> Any:
+    """transformers' tokenizer with the ids of ours. record: its entry in checkpoint.json
 
     UserError for tokenizers without a tokenizer.json.
     """
@@ -109,6 +112,6 @@ def transformers_tokenizer(tokenizer: Tokenizer, begin: str | None) -> Any:
     if not isinstance(tokenizer, Subwords | SentencePieces):
         raise UserError(f"--tasks: {tokenizer.name} has no tokenizer.json, which tasks need")
     with TemporaryDirectory() as folder:
-        for name, text in tokenizer_files(tokenizer, begin, Path(folder)).items():
+        for name, text in tokenizer_files(tokenizer, record, Path(folder)).items():
             Path(folder, name).write_text(text, encoding="utf-8")
         return AutoTokenizer.from_pretrained(folder)

@@ -48,5 +48,18 @@ def one_of_each_signature() -> list[str]:
     return sorted(draw.choice(alike) for alike in names.values())
 
 
+def one_of_each_hook() -> list[str]:
+    """Some of SAMPLE: beside `sum`, which has all hooks, each hook and trait at least once."""
+    missing = set().union(*map(signature, SAMPLE))
+    names = ["sum"]
+    for name in sorted(SAMPLE, key=lambda name: len(signature(name))):
+        if name != "sum" and missing & {*signature(name)}:
+            names.append(name)
+            missing -= {*signature(name)}
+    return names
+
+
 SAMPLE = one_of_each_signature()
+FEW = one_of_each_hook()
 every_signature = pytest.mark.parametrize("name", SAMPLE)
+every_hook = pytest.mark.parametrize("name", FEW)

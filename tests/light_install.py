@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron.errors import OF_TRAIN
 
-ABSENT = OF_TRAIN | {"accelerate", "gguf", "lm_eval"}
+ABSENT = OF_TRAIN | {"accelerate", "lm_eval"}
 
 
 class Absent:

@@ -22,7 +22,7 @@ from unittest import mock
 
 import pytest
 
-from megatron.parallel.grid import INTERFACES, MEETING_PLACE, PLACE
+from megatron.parallel.grid import PLACE
 from megatron.positions import REGISTRY
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,7 +35,7 @@ NEEDED = {
     **{name: {"factor": 4} for name in ("pi", "ntk", "by_parts", "yarn", "llama3")},
     "longrope": {"factor": 4, "long_factor": 4},
 }  # without a default, for speed, or for an effect on short texts
-LAUNCHED = (*PLACE, *MEETING_PLACE, *INTERFACES)
+LAUNCHED = (*PLACE, "MASTER_ADDR", "MASTER_PORT")
 """What a launcher says in the environment, and connect() after it."""
 
 

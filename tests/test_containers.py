@@ -1,6 +1,7 @@
 """Dockerfile, .dockerignore, .devcontainer and Makefile name what exists."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -42,11 +43,15 @@ def test_devcontainer_and_workflow_have_the_python_of_the_tests_and_install_as_m
 
 def test_a_failed_installation_leaves_no_stamp(tmp_path):
     shutil.copy(ROOT / "Makefile", tmp_path)
-    (tmp_path / "requirements.txt").write_text("./no-such-folder\n")
-    for name in ("requirements-dev.txt", "constraints.txt", "pyproject.toml", "installed"):
+    for name in ("requirements.txt", "requirements-dev.txt", "constraints.txt", "pyproject.toml"):
         (tmp_path / name).write_text("")
-    (tmp_path / ".venv").mkdir()
+    python = tmp_path / ".venv/bin/python"  # has pip, which cannot install
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\n[ "$*" = "-m pip --version" ]\n')
+    python.chmod(0o755)
     stamp = tmp_path / ".venv/installed"
+    stamp.touch()
+    os.utime(stamp, (0, 0))
     make = ["make", f"PYTHON={sys.executable}", stamp.relative_to(tmp_path)]
     assert subprocess.run(make, cwd=tmp_path, capture_output=True, check=False).returncode != 0
     assert not stamp.exists()

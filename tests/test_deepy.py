@@ -1,10 +1,8 @@
 """The launcher: checks first, then a process for each device, and their exit status."""
 
-import signal
-import subprocess
-import sys
-import time
+import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -21,29 +19,24 @@ TINY = [
     "seq_length=64",
     "max_position_embeddings=64",
 ]
+BY_SRUN = {
+    "SLURM_PROCID": "1",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+}
 TRAIN = [*TINY, "data_path=a", "save=b", "train_iters=1"]
 
 
-@pytest.mark.distributed
-def test_ctrl_c_on_two_ranks_saves_and_prints_one_line(corpus, tmp_path):
-    settings = ["train_iters=100000", "log_interval=10", "eval_interval=0"]
-    words = [*TINY, *settings, "tokenizer_type=CharLevelTokenizer", f"data_path={corpus}"]
-    process = subprocess.Popen(
-        [sys.executable, ROOT / "deepy.py", "train.py", *words, "save=run", "num_gpus=2"],
-        cwd=tmp_path,
-        env=unlaunched() | {"CUDA_VISIBLE_DEVICES": ""},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "run" / "metrics.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    err = process.communicate(timeout=120)[1]
-    assert process.returncode == 130, err
-    assert "Traceback" not in err
-    assert len([line for line in err.splitlines() if line.startswith("stopped at step")]) == 1
-    assert (tmp_path / "run" / "latest").exists()
+def test_under_srun_deepy_is_one_of_the_processes(monkeypatch):
+    monkeypatch.setattr(os, "environ", unlaunched() | BY_SRUN)
+    become = mock.Mock(side_effect=SystemExit)
+    monkeypatch.setattr(deepy, "_become", become)
+    with pytest.raises(SystemExit):
+        deepy.main(["train.py", "a.yml"])
+    (command, environment), _ = become.call_args
+    assert command == ["-u", str(ROOT / "train.py"), "a.yml"]
+    assert (environment["RANK"], environment["WORLD_SIZE"]) == ("1", "2")
 
 
 def test_files_end_where_the_options_of_the_script_begin(tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoints.manifest import write_record
 from megatron.checkpoints.saved import chosen, keep_weights_only, pointed, remove_checkpoint
 from megatron.cli_errors import print_line
 from megatron.data.tokens import read_card
@@ -135,6 +136,11 @@ def test_what_rows_will_repeat_has_no_control_characters(step, tmp_path):
     sidecar.write_text(json.dumps(facts | {"corpus": ESCAPE}))
     with pytest.raises(UserError, match="does not describe a token file"):
         read_card(sidecar)
+    before = (step / "checkpoint.json").read_text()
+    write_record(step, json.loads(before) | {"files": {}, "parent_model": ESCAPE})
+    with pytest.raises(UserError, match="parent_model has a control character"):
+        loaded_run(None, str(step), None)
+    (step / "checkpoint.json").write_text(before)
     odd = step.parent.rename(tmp_path / ESCAPE)
     with pytest.raises(UserError, match="has a control character in its name - rename it"):
         loaded_run(None, str(odd), None)

@@ -26,7 +26,6 @@ IMPORTED_AS = {"pyyaml": "yaml"}
 BY_PYDANTIC = {"pydantic_core", "typing_extensions"}
 OPTIONAL = {
     "accelerate",
-    "gguf",
     "lm_eval",
     "packaging",
     "ray",
@@ -40,10 +39,6 @@ def test_the_extras_have_the_ranges_of_the_requirements_files():
     train = [Requirement(text) for text in EXTRAS["train"]]
     everything = requirements("requirements.txt")
     assert sorted(map(str, LIGHT + train)) == sorted(map(str, everything))
-    of_developers = {entry.name: entry for entry in requirements("requirements-dev.txt")}
-    for text in EXTRAS["gguf"]:
-        entry = Requirement(text)
-        assert entry == of_developers[entry.name]
 
 
 def third_party(names):

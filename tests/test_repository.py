@@ -1,6 +1,7 @@
 """The agreed shape of the house (docs/design.md), read from the sources."""
 
 import ast
+import graphlib
 import re
 import sys
 from functools import cache
@@ -97,6 +98,19 @@ def test_imports_point_only_downward():
         if part(file) == "entries":  # entries stand side by side
             upward = [name for name in upward if part(name) not in LEVELS[-1]]
         assert not upward, f"{file} (megatron/{part(file)}) may not import {upward}"
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    files = {
+        file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): file
+        for file in PACKAGE
+    }
+    imported = {}
+    for module, file in files.items():
+        # `from megatron.a import b` imports the module b, or what megatron.a defines.
+        names = {name if name in files else name.rpartition(".")[0] for name in imports(file)}
+        imported[module] = names & files.keys() - {module}
+    graphlib.TopologicalSorter(imported).prepare()  # CycleError names the circle
 
 
 def test_positions_and_attention_know_only_torch():

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--mfu: {options.mfu:g} is not a share - give more than 0 and at most 1")
     files, overrides = split_words(options.words, options.conf_dir)
     config = load(files, overrides)
-    shared = config.parallel.context_parallel_size * config.parallel.model_parallel_size
+    shared = config.parallel.context_parallel_size
     groups = (config.launch.num_gpus or 1) * (config.launch.num_nodes or 1) // shared or 1
     if config.training.train_batch_size:
         groups = config.training.train_batch_size // windows_per_step(config)

@@ -2,14 +2,12 @@
 
 python tools/import_checkpoint.py EleutherAI/pythia-70m -o runs/pythia
 python tools/import_checkpoint.py models/qwen3 -o runs/qwen3 --tokenizer tokenizer.json
-python tools/import_checkpoint.py SmolLM2-135M-Instruct.Q4_1.gguf -o runs/smollm2
 python tools/import_checkpoint.py neox/global_step143000 train.yml model.yml -o runs/neox
 
 SOURCE is a folder of Hugging Face's (GPT-NeoX, GPT-2, Llama, Mistral, Qwen 2, 3, 3-Next, 3.5,
-SmolLM3) or a model of its hub, a GGUF file of one of these, a folder that export_checkpoint.py
-wrote, or a checkpoint of GPT-NeoX, KERPLE or MEP. Nothing in it is run. Sums of an exported folder
-are compared first. A model of Hugging Face's or GGUF is compared with transformers' own class
-before anything is written.
+SmolLM3) or a model of its hub, a folder that export_checkpoint.py wrote, or a checkpoint of
+GPT-NeoX, KERPLE or MEP. Nothing in it is run. Sums of an exported folder are compared first. A
+model of Hugging Face's is compared with transformers' own class before anything is written.
 """
 
 import sys
@@ -21,7 +19,7 @@ from megatron.config import load
 from megatron.entry import print_notes, settings_first, split_words
 from megatron.errors import visible
 from megatron.interop.importing import import_checkpoint
-from megatron.interop.reference import ONE_RANK
+from megatron.interop.reference import ONE_STAGE
 from megatron.positions import load_file
 
 
@@ -33,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "source",
         type="path",
         metavar="SOURCE",
-        help="a folder, owner/model of Hugging Face's hub, or a file NAME.gguf",
+        help="a folder or owner/model of Hugging Face's hub",
     )
     words = "the configuration of a GPT-NeoX checkpoint, such as the files of its folder `configs`"
     add("words", nargs="*", metavar="FILE | key=value", help=words)
@@ -49,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = None
     if options.words:
         files, overrides = split_words(options.words)
-        config = load(files, [*ONE_RANK, *overrides])
+        config = load(files, [ONE_STAGE, *overrides])
         print_notes(config.notes)
     imported = import_checkpoint(
         options.source, options.output, tokenizer=options.tokenizer, config=config

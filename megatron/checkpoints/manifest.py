@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron.config.schema import Parent
-from megatron.errors import UserError, in_words
+from megatron.errors import UserError, control_fault, in_words
 from megatron.files import read_small, write_text
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,6 @@ FOLDER = re.compile(r"global_step(\d+)")
 WEIGHTS = "model.safetensors"
 SETTINGS = "config.yml"
 ENGINE_STATE = "*_states.pt"  # DeepSpeed's files in a checkpoint, for resuming alone
-QUANTIZATION = "quantization"  # entry of an import whose weights were quantised, and key of rows
 TOKENIZER = "tokenizer"  # folder of a run that was imported
 SUM = "sha256"
 NO_SUM = "0" * 64  # stands in the text whose sum is taken
@@ -124,6 +123,9 @@ def read_record(path: Path) -> dict[str, Any]:
         if name not in record:
             raise Damaged([f"{file}: not readable (no {name} in it)"]) from None
         raise Damaged([f"{file}: {name} is {record[name]!r:.40}, which cannot be"]) from None
+    for name, value in record.items():
+        if control_fault(value):
+            raise Damaged([f"{file}: {name} has a control character, and no row can repeat it"])
     named = FOLDER.fullmatch(path.name)
     if named and int(named[1]) != record["step"]:
         raise Damaged([f"{file}: is the one of step {record['step']}"])
@@ -138,7 +140,7 @@ def is_verifiable(record: Mapping[str, Any]) -> bool:
 def imported_class(record: Mapping[str, Any]) -> str | None:
     """Hugging Face's class that the weights were imported from, or None: their seed is unknown."""
     origin = record.get("origin") or {}
-    return origin.get("architecture") if origin.get("kind") in ("huggingface", "gguf") else None
+    return origin.get("architecture") if origin.get("kind") == "huggingface" else None
 
 
 def weights_of(path: Path, record: Mapping[str, Any]) -> str:

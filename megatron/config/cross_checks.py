@@ -76,9 +76,24 @@ def check_together(sections: Mapping[str, Any], report: Report, *, trains: bool 
                 report.fault(message)
 
 
+def _lacks_width(model: Model) -> bool:
+    """Whether a head has hidden_size / num_attention_heads features, and this is no whole number.
+
+    Layers of mla, gated_delta and kda may give all their sizes themselves.
+    """
+    kinds = set(model.layers or (ATTENTION,))
+    sizes = [model.head_dim] if ATTENTION in kinds else []
+    if LATENT in kinds:
+        sizes += [getattr(model, key) for key in OF_LATENTS if key != "q_lora_rank"]
+    if kinds - WITH_ENCODING:
+        sizes.append(model.linear_key_head_dim)
+    is_divided = model.head_dim is None and None in sizes
+    return is_divided and model.hidden_size % model.num_attention_heads > 0
+
+
 def _model(model: Model) -> Faults:
     heads, hidden = model.num_attention_heads, model.hidden_size
-    if model.head_dim is None and hidden % heads:
+    if _lacks_width(model):
         yield (
             f"hidden_size: {hidden} cannot be split over num_attention_heads = {heads};"
             f" try hidden_size = {max(hidden // heads, 1) * heads}"
@@ -166,11 +181,6 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
                 f"{key}: {len(pattern)} entries are too many for {layers} layer(s);"
                 " leave entries out"
             )
-    if parallel.model_parallel_size > 1 and set(model.layers) - WITH_ENCODING:
-        yield (
-            "layers: gated_delta and kda carry a state, whose heads are not divided over ranks;"
-            " set model_parallel_size: 1, or drop layers"
-        )
     if attention.window_layers and attention.window is not None:
         yield contradiction("window", "window_layers")
     if attention.reset_position_ids and not attention.reset_attention_mask:
@@ -183,7 +193,7 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
         entries = entries_of(position)
         for entry in entries:
             options_of(entry.name)
-        if model.head_dim is None and hidden % heads:
+        if _lacks_width(model):
             return  # it has no shape, which is reported already
         shape = shape_of(model)
         head_dim = model.head_dim or hidden // heads
@@ -218,8 +228,6 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
                         "paper_precision: sums that ranks share would be rounded in another order"
                         " than one rank's; set it to false, or context_parallel_size to 1"
                     )
-            if parallel.model_parallel_size > 1:
-                encoding.check_shares()
     except UserError as fault:
         yield str(fault)
     except RuntimeError as fault:  # a tensor that no memory holds
@@ -305,7 +313,6 @@ def _stages(
 def _sharing(model: Model, data: Data, training: Training, parallel: Parallel) -> Faults:
     """An evaluation compiles nothing, exchanges by all_gather, and may have whole windows."""
     size, heads = parallel.context_parallel_size, model.num_attention_heads
-    is_cut = parallel.model_parallel_size > 1
     lengths = [("seq_length", model.seq_length), ("seq_length_val", data.seq_length_val)]
     for stage in training.seq_length_schedule:
         lengths.append(("seq_length_schedule", stage.seq_length or model.seq_length))
@@ -320,25 +327,10 @@ def _sharing(model: Model, data: Data, training: Training, parallel: Parallel) -
             f"context_parallel_size: {size} ranks cannot share num_attention_heads = {heads}"
             " equally; set cp_comm_type: all_gather, which shares no heads"
         )
-    if (size > 1 or is_cut) and training.torch_compile:
+    if size > 1 and training.torch_compile:
         yield (
-            "torch_compile: compiles no exchange between the ranks of context_parallel_size or"
-            " model_parallel_size; set it to false"
-        )
-    if is_cut and model.qk_norm == "full":
-        yield (
-            "qk_norm: full normalises all heads together, of which a rank of model_parallel_size"
-            " has some; set model_parallel_size: 1, or qk_norm: true"
-        )
-    if is_cut and LATENT in model.layers:
-        yield (
-            "model_parallel_size: the latent of mla is one for all heads, and is not cut; set it to"
-            " 1 (ZeRO stage 3 divides the model too), or take attention in layers"
-        )
-    if size > 1 and is_cut:
-        yield (
-            f"context_parallel_size: {size} ranks that share a text do not share layers too; set"
-            " it or model_parallel_size to 1"
+            "torch_compile: compiles no exchange between the ranks of context_parallel_size; set it"
+            " to false"
         )
 
 

@@ -59,6 +59,8 @@ def translate(source: Mapping[str, Any], report: Report) -> dict[str, Any]:
             settings[key] = spellings[value]
             if value in SPELLINGS["notes"]:
                 report.note(f"{key}: {value} means {settings[key]}; {SPELLINGS['notes'][value]}")
+    if settings.get("model_parallel_size") == 1:  # as in most files of GPT-NeoX
+        del settings["model_parallel_size"]
     for key, why in (NO_EFFECT | OFF).items():
         value = _pop(settings, key)
         if value is not ABSENT and value and key in OFF:

@@ -10,8 +10,8 @@ from megatron.errors import UserError, closest
 WHY = {
     "attention_dropout": "the attention backends compute no dropout on probabilities",
     "pipe_parallel_size": "there are no pipeline stages: to divide the layers' memory, set"
-    " model_parallel_size or zero_optimization.stage: 3, and tools/export_checkpoint.py takes a"
-    " model to frameworks that have them",
+    " zero_optimization.stage: 3, and tools/export_checkpoint.py takes a model to frameworks that"
+    " have them",
     "tokenizer_type": "convert others to a tokenizer.json for HFTokenizer",
 }
 EXPECTED = {  # pydantic's kind of error -> what the key takes

@@ -554,9 +554,6 @@ class Parallel(Section):
     zero_optimization: ZeroOptimization = Field(default_factory=ZeroOptimization)
     pipe_parallel_size: Annotated[Int, Field(ge=0, le=1)] = 1
     """Only 0 or 1: both mean no pipeline stages."""
-    model_parallel_size: Positive = 1
-    """How many neighbouring ranks share each layer, for models that one device does not hold: each
-    computes a share of the heads and MLP. They count as one for the batch (docs/parallel.md)."""
     context_parallel_size: Positive = 1
     """How many neighbouring ranks share each text, for windows that one device does not hold: each
     computes a part of its tokens. They count as one for the batch (docs/parallel.md)."""

@@ -41,7 +41,7 @@ from megatron.files import check_output
 from megatron.folder_lock import owned_file
 from megatron.model import positions_from_config
 from megatron.parallel.context import Context, context_of
-from megatron.parallel.grid import Grid, ended_together, here, owned_by_first
+from megatron.parallel.grid import Grid, here, owned_by_first
 from megatron.parallel.threads import count_parameters, use_threads
 from megatron.positions import Position
 from megatron.protocols import (
@@ -230,7 +230,7 @@ def measured_rows(
     seconds = 0.1 if sys.stderr.isatty() else 30.0
     bars = {"mininterval": seconds, "delay": seconds, "leave": False, "disable": not grid.first}
     owned = [owned_file(output, "--output") for output in rows]
-    with owned_by_first(grid, *owned), ended_together(grid):
+    with owned_by_first(grid, *owned):
         model.to(grid.device, DTYPES[options.dtype])
         for output, tokens, attention, facts_of_text, by_length in jobs:
             model.use_attention(attention)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.checkpoints.manifest import QUANTIZATION, TOKENIZER, imported_class, weights_of
+from megatron.checkpoints.manifest import TOKENIZER, imported_class, weights_of
 from megatron.checkpoints.read import load_for_evaluation
 from megatron.checkpoints.saved import find
 from megatron.commit import commit
@@ -146,7 +146,7 @@ class LoadedModel:
         }
         if origin := imported_class(self.record):
             facts["origin"] = origin
-        for key in ("parent", "parent_model", QUANTIZATION):
+        for key in ("parent", "parent_model"):
             if self.record.get(key):
                 facts[key] = self.record[key]
         if self.record.get("corpora") and self.trained.data.train_data_paths:

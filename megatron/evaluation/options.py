@@ -105,6 +105,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--protocol", nargs="+", default=(), choices=tuple(PROTOCOLS), help=protocol)
     for name, option in OPTIONS.items():
+        assert option.bounds is not None
         kind = number(*option.bounds)
         add(f"--{name}", type=kind, metavar="N", help=option.help)
     keep = "losses of the first N targets in each row: which gain by context; default: none"

@@ -31,6 +31,7 @@ from megatron.positions.registry import named
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 DENSE = "dense"  # a kind of MLP
 BASE, SHARE = "rope_theta", "partial_rotary_factor"
+CAUSAL, ORIGINAL = "is_causal", "original_max_position_embeddings"
 PROPORTIONAL = "proportional"  # a rope_type
 ROOT_OF_WIDTH = "sqrt(hidden_size)"
 ENCODING = "megatron_positions"
@@ -90,9 +91,10 @@ class Family:
     def known_keys(self) -> set[str]:
         """Keys of config.json that this family reads, those of its section as `flat` has them."""
         keys = {*self.keys, *self.only, *self.layered, *self.unused, *self.position_keys, ENCODING}
+        keys |= {"vocab_size", CAUSAL}
         if self.dimensions:
-            return keys | {"vocab_size", self.dimensions}
-        return keys | {"vocab_size", *(TABLE["rope_keys"] if self.turns else ())}
+            return keys | {self.dimensions}
+        return keys | {*(TABLE["rope_keys"] if self.turns else ())}
 
     @property
     def turns(self) -> bool:
@@ -136,7 +138,7 @@ class Family:
         import transformers  # only here: importing it takes seconds
 
         if key == "layer_types" and isinstance(value, list) and {*map(str, value)} == {FULL}:
-            return False  # as without the key
+            return "sliding_window" in self.layered  # else as without the key
         config_class = transformers.CONFIG_MAPPING[self.model_type]
         if hasattr(config_class(), key):
             return True
@@ -153,14 +155,17 @@ class Family:
 
         keys = {key: value for key, value in config.items() if key in self.known_keys}
         try:
-            filled_in = CONFIG_MAPPING[self.model_type].from_dict(self.nested(keys)).to_dict()
+            filled_in = CONFIG_MAPPING[self.model_type].from_dict(self.nested(keys))
+            if self.turns and not self.dimensions:
+                # As its model does: original_max_position_embeddings beside the others counts most.
+                filled_in.standardize_rope_params()
         except Exception as fault:  # it raises many kinds
             reason = " ".join(str(fault).split())
             raise UserError(f"{self.architecture} refuses it ({reason:.300})") from None
-        theirs = {**self.absent, **self.flat(filled_in)}
+        theirs = {**self.absent, **self.flat(filled_in.to_dict())}
 
-        for key, value in self.only.items():
-            if theirs[key] != value:
+        for key, value in {CAUSAL: True, **self.only}.items():
+            if theirs.get(key, value) != value:
                 raise UserError(
                     f"{key}: {theirs[key]!r} changes what the model computes, and is not offered"
                 )
@@ -187,12 +192,17 @@ class Family:
         if settings.get("embedding_scale") == ROOT_OF_WIDTH:
             settings["embedding_scale"] = math.sqrt(settings["hidden_size"])
 
+        # A matrix of both ends has no bias here: a tied one with a bias is read as two matrices.
+        settings["no_weight_tying"] |= settings.get("use_bias_in_output", False)
+
         # Layers may have a window, or not; or a state in the place of attention.
-        window = theirs.get("sliding_window") if theirs.get("use_sliding_window", True) else None
-        kinds = theirs.get("layer_types") or [SLIDING]
+        window = theirs.get("sliding_window")
+        kinds = theirs.get("layer_types") or [FULL if window is None else SLIDING]
         other = LINEAR if LINEAR in self.kinds else SLIDING
         if not {other, FULL} >= {*kinds}:
             raise UserError(f"layer_types: must name {other} or {FULL} for each layer")
+        if SLIDING in kinds and window is None:
+            raise UserError(f"sliding_window: is not set, and layer_types names {SLIDING}")
         names = [self.kinds.get(kind, ATTENTION) for kind in kinds]
         if {*names} != {ATTENTION}:
             settings |= one_or_pattern("layers", "layers", names)
@@ -271,7 +281,8 @@ class Family:
                 # Of several spellings the first is written.
                 pairs = reversed(list(self.values[key].items()))
                 spelled = {mine: other for other, mine in pairs}
-                value = spelled.get(value)
+                # One that has no spelling comes back as another, which is the reason to refuse it.
+                value = spelled.get(value, next(iter(self.values[key])))
             theirs[key] = value
 
         window = next((size for size in ours["window"] if size is not None), None)
@@ -292,7 +303,9 @@ class Family:
         theirs |= {key: layers[key] for key in self.layered if key in layers}
         options_of_layers = [next(iter(entry.values())) for entry in ours["pos_emb"]]
         options = options_of_layers[turning.index(1) if any(turning) else 0]
-        theirs |= {key: options.get(option) for key, option in self.position_keys.items()}
+        for key, option in self.position_keys.items():
+            if option in options:
+                theirs[key] = options[option]
         for key, (name, *_) in self.keys.items():
             if name == "seq_length" and "max_positions" in options:
                 theirs[key] = options["max_positions"]
@@ -317,7 +330,7 @@ class Family:
             compared = {key: ours[key] for key in ours if not key.startswith("linear_")}
         reasons = [f"{key}: {value}" for key, value in compared.items() if back[key] != value]
         for key, value in self.computed.items():
-            if theirs[key] != value:
+            if theirs.get(key, value) != value:
                 reasons.append(f"{key}: {theirs[key]}, where transformers computes {value}")
         if reasons:
             raise UserError(f"{self.architecture} is another model: {'; '.join(reasons)}")
@@ -346,17 +359,17 @@ def rotary_options(theirs: Mapping[str, Any]) -> dict[str, Any]:
     if kind not in SCALINGS:
         choices = ", ".join(SCALINGS)
         raise UserError(f"rope_type: {kind!r} is not offered; open a model with one of {choices}")
-    unknown = sorted(rope.keys() - {*TABLE["keys_of_every_rope"]} - SCALINGS[kind].keys())
-    if unknown:
-        raise UserError(f"rope_parameters.{unknown[0]}: {rope[unknown[0]]!r} is not offered")
+    for key in sorted(rope.keys() - {*TABLE["keys_of_every_rope"]} - SCALINGS[kind].keys()):
+        if rope[key]:
+            raise UserError(f"rope_parameters.{key}: {rope[key]!r} is not offered")
     share = 1.0 if SHARE in SCALINGS[kind] else rope.get(SHARE, 1.0)
     options: dict[str, Any] = {"base": rope[BASE], "rotary_pct": share}
     if kind == PROPORTIONAL and rope.get("factor", 1) != 1:
         options["scaling"] = "linear"
     elif kind not in ("default", PROPORTIONAL):
         options["scaling"] = kind
-    if "long_factor" in rope:
-        original = rope["original_max_position_embeddings"]
+    if ORIGINAL in SCALINGS[kind]:  # for a factor that is not given
+        original = rope[ORIGINAL]
         options["factor"] = max(1.0, theirs["max_position_embeddings"] / original)
     for key, option in SCALINGS[kind].items():
         if rope.get(key) is not None:

@@ -2,8 +2,10 @@
 
 Such a model stays one of its class. It turns nothing, or adds no learned positions, and a function
 that transformers calls for attention (`AttentionInterface`) computes ours. Two hooks of torch bring
-what an encoding reads beside queries, keys and values: the one before the trunk computes tables for
-all layers, the one before each attention hands over its input and its cache.
+what an encoding reads beside queries, keys and values: the one before the trunk finds where each
+text begins, the one before each attention computes tables and hands over its input and its cache.
+torch.compile leaves all three as they are, because they decide by the values of masks. A third hook
+lets from_pretrained read the encoding of a saved folder.
 """
 
 from dataclasses import replace
@@ -11,15 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
+from transformers.fusion_mapping import _FUSION_REGISTRY, ModuleFusionSpec
+from transformers.modeling_utils import local_torch_dtype
 
 from megatron.checkpoints.read import fill
 from megatron.errors import UserError
-from megatron.interop.families import ENCODING, FAMILIES, IN_TRUNK
-from megatron.interop.huggingface import StoredWeights
-from megatron.interop.modeling_positions_gpt import rows_by_padding
-from megatron.interop.open import local_folder
+from megatron.interop.families import ENCODING, FAMILIES
+from megatron.interop.modeling_positions_gpt import Encodings, rows_by_padding
 from megatron.model import AttentionSettings, positions_from_config
 from megatron.model.block import AttentionInputs, attend_with_encoding
 from megatron.model.cache import LayerCache
@@ -41,8 +44,8 @@ def use(model: PreTrainedModel, name: str | None = None, **options: Any) -> PreT
     """Give a model of transformers another encoding, in place; returns the model.
 
     model: of one of CLASSES
-    name, options: as `pos_emb` and `pos_emb_args`; without a name, those in the config.json of the
-        folder that the model was loaded from, with the parameters in that folder
+    name, options: as `pos_emb` and `pos_emb_args`; without a name, those in the config.json that
+        the model was loaded with, and the parameters that were loaded with it
 
     Parameters of the encoding are parameters of the model, in float32, and drawn by torch's
     generator. `save_pretrained` writes them, and name and options into config.json.
@@ -54,15 +57,16 @@ def use(model: PreTrainedModel, name: str | None = None, **options: Any) -> PreT
         raise UserError(f"use: {kind} is not offered; give one of {', '.join(CLASSES)}")
     family = FAMILIES[kind]
     trunk: Any = model.base_model
-    folder = str(model.name_or_path or "")
     keys = family.flat(model.config.to_dict())
     if name is not None:
         keys[ENCODING] = {name: options}
-    elif ENCODING not in keys or not folder:
+    elif not hasattr(trunk, "encodings"):
         raise UserError(
-            "use: the model was not loaded from a folder whose config.json names an encoding; name"
-            ' one, as in use(model, "kerple_log")'
+            "use: the model was not loaded by from_pretrained from a folder whose config.json names"
+            ' an encoding; name one, as in use(model, "kerple_log")'
         )
+    elif hasattr(trunk, "encoding_of_layer"):
+        return model  # which has it already
     config = family.configuration(keys)
     positions, position_of_layer = positions_from_config(config)
     for position in positions:
@@ -72,20 +76,20 @@ def use(model: PreTrainedModel, name: str | None = None, **options: Any) -> PreT
                 " caches do not keep; take another encoding, or train it here and use"
                 " tools/export_checkpoint.py"
             )
-    encodings = nn.ModuleList(positions)
+    encodings = Encodings(positions)
     if name is None:
-        stored, prefix = StoredWeights(local_folder(folder), {}), family.trunk + IN_TRUNK
-        names = [name for name in stored.files if name.startswith(prefix)]
-        weights = {name.removeprefix(prefix): stored[name] for name in names}
+        loaded = trunk.encodings.state_dict(keep_vars=True)
+        # transformers marks what it has read, and makes up what a file lacks.
+        weights = {key: loaded[key] for key in loaded if hasattr(loaded[key], "_is_hf_initialized")}
         try:
             fill(encodings, weights.items())
         except ValueError as fault:
             raise UserError(
-                f"{folder}: does not hold the encoding that its config.json names"
+                f"{model.name_or_path}: does not hold the encoding that its config.json names"
                 f" ({fault}) - copy the folder again"
             ) from None
 
-    if not hasattr(trunk, "encodings"):
+    if not hasattr(trunk, "encoding_of_layer"):
         trunk.register_forward_pre_hook(before_trunk, with_kwargs=True)
         for part in trunk.modules():
             if hasattr(part, "is_causal"):
@@ -97,8 +101,29 @@ def use(model: PreTrainedModel, name: str | None = None, **options: Any) -> PreT
     if hasattr(trunk, "wpe"):
         trunk.wpe = NoPositions()
     model.set_attn_implementation(ENCODING)
-    model.config.update({ENCODING: keys[ENCODING], "attn_implementation": ENCODING})
+    # transformers refuses a fusion that nobody registered, as we do below; False: nothing is fused.
+    names = {"attn_implementation": ENCODING, "fusion_config": {ENCODING: False}}
+    model.config.update({ENCODING: keys[ENCODING], **names})
     return model
+
+
+def add_encodings(model: nn.Module, name: str, trunk: Any) -> None:
+    """Before from_pretrained reads weights, add those of the encoding that config.json names.
+
+    torch calls it for every part of a module. The numbers are read with all others, from the same
+    folder or revision; `use` makes encodings of them.
+    """
+    kind = type(model).__name__
+    if not isinstance(model, PreTrainedModel) or kind not in CLASSES:
+        return
+    if name == model.base_model_prefix and hasattr(model.config, ENCODING):
+        model.config._attn_implementation = ENCODING  # whatever the call asks for
+        if trunk.device.type == "meta":  # not in from_config
+            family = FAMILIES[kind]
+            keys = family.flat(model.config.to_dict())
+            with torch.device("cpu"), local_torch_dtype(torch.float32):
+                positions, _ = positions_from_config(family.configuration(keys))
+            trunk.encodings = nn.ModuleList(positions).to("meta")
 
 
 class NoPositions(nn.Module):
@@ -127,8 +152,9 @@ class CachedLayer(LayerCache, DynamicLayer):
     batch_repeat_interleave = batch_select_indices = reset = crop  # pyright: ignore
 
 
+@torch.compiler.disable
 def before_trunk(trunk: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
-    """Compute what the layers read beside their input, and change the embeddings.
+    """Find the texts, change the embeddings, and say what a layer reads beside its input.
 
     attention_mask [batch, all tokens]: 1 for tokens, 0 for padding. Padding before a text is a text
     of its own. What is behind a text changes nothing in it.
@@ -184,15 +210,21 @@ def before_trunk(trunk: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
         documents = None
 
     prepare(trunk.encodings, start, length)
-    plans = [
-        LayerPlan(trunk.encodings[index], "", window, None, "auto")  # those of a copy, in a copy
-        for index, window in trunk.encoding_of_layer
-    ]
-    kwargs["inputs_embeds"] = with_positions(plans[0].position, x, start, documents)
-    inputs = attention_inputs(plans, AttentionSettings(), slice(start, length), length, documents)
-    return (), kwargs | {"encoding_inputs": [inputs[plan] for plan in plans]}
+    first, _ = trunk.encoding_of_layer[0]
+    kwargs["inputs_embeds"] = with_positions(trunk.encodings[first], x, start, documents)
+
+    def inputs_of(layer: int) -> AttentionInputs:
+        # Each layer computes its tables: where it is computed again (use_reentrant), autograd runs
+        # through it alone, and could not run twice through tables that layers share.
+        index, window = trunk.encoding_of_layer[layer]
+        plan = LayerPlan(trunk.encodings[index], "", window, None, "auto")
+        new = slice(start, length)
+        return attention_inputs([plan], AttentionSettings(), new, length, documents)[plan]
+
+    return (), kwargs | {"encoding_inputs": inputs_of}
 
 
+@torch.compiler.disable
 def before_attention(attention: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
     """Hand over input and cache, which theirs would fill, and turn nothing: cosines 1, sines 0."""
     layer = attention.layer_idx
@@ -208,9 +240,10 @@ def before_attention(attention: Any, args: tuple, kwargs: dict[str, Any]) -> tup
             cache.layers[layer : layer + 1] = [CachedLayer()]
         cache = cache.layers[layer]
     kwargs["position_embeddings"] = x.new_ones(1, 1, 1), x.new_zeros(1, 1, 1)
-    return args, kwargs | {"encoding_inputs": (kwargs["encoding_inputs"][layer], x, cache)}
+    return args, kwargs | {"encoding_inputs": (kwargs["encoding_inputs"](layer), x, cache)}
 
 
+@torch.compiler.disable
 def encoded_attention(
     module: nn.Module,
     query: Tensor,
@@ -245,3 +278,5 @@ def encoded_attention(
 
 
 AttentionInterface.register(ENCODING, encoded_attention)
+_FUSION_REGISTRY[ENCODING] = ModuleFusionSpec()
+register_module_module_registration_hook(add_encodings)

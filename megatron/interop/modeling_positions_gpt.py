@@ -4,6 +4,7 @@ An exported folder holds this file, and beside it the model, encodings and atten
 imports. They need torch and transformers alone.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -114,6 +115,19 @@ def rows_by_padding(mask: Tensor | None, batch: int, keys: int) -> dict[int, lis
     return rows
 
 
+class Encodings(nn.ModuleList):
+    """Encodings that transformers' Trainer gives no weight decay.
+
+    It looks for what decays by `named_children`; torch itself uses the other methods.
+    """
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        return iter(())
+
+    def children(self) -> Iterator[nn.Module]:
+        return iter(self)
+
+
 class PositionsGPTForCausalLM(PreTrainedModel, GenerationMixin):
     """The language model. Texts may be longer than those of the training."""
 
@@ -134,6 +148,7 @@ class PositionsGPTForCausalLM(PreTrainedModel, GenerationMixin):
             linear_position=build_position(config, count),
             vocab=config.vocab_size,
         )
+        self.gpt.positions = Encodings(self.gpt.positions)
         self.post_init()
 
     def forward(

@@ -1,5 +1,6 @@
 """One way into every checkpoint: ours, Hugging Face's, GPT-NeoX's and those of its forks."""
 
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,11 +10,13 @@ from megatron.checkpoints.manifest import RECORD, SETTINGS, SHOWN, faults_of
 from megatron.checkpoints.read import load_for_evaluation, load_model, read_meta, tensors_of
 from megatron.checkpoints.saved import step_of, steps_in
 from megatron.config import Config
-from megatron.errors import UserError, in_words
-from megatron.interop import gguf, huggingface, reference
+from megatron.errors import UserError, in_words, missing_package
+from megatron.interop import huggingface, reference
 from megatron.model import GPT
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+logger = logging.getLogger(__name__)
+
+HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w./-]+))?")  # and a revision
 PIECES = "tokenizer.model"  # of SentencePiece
 HUB_FILES = ("*.safetensors", "*.json", PIECES, "merges.txt", "chat_template.jinja", SETTINGS)
 """Files that are downloaded: weights, settings, tokenizer and chat template, and no code."""
@@ -24,7 +27,7 @@ PREFIX = "gpt."  # of the names of weights in an export that has our own class
 class OpenedModel(NamedTuple):
     """A checkpoint from anywhere.
 
-    kind: what `kind_of` calls it; folder: the source's own, or a GGUF file
+    kind: what `kind_of` calls it; folder: the source's own
     model: float32, eval mode; config: what it is, in our keys; step: of its training, 0 if unknown
     record: checkpoint.json of an export; theirs: transformers' own model of a Hugging Face folder
     """
@@ -41,13 +44,22 @@ class OpenedModel(NamedTuple):
 def open_model(source: str | Path, *, config: Config | None = None) -> tuple[GPT, Config]:
     """A model in float32 and eval mode with its configuration, wherever it comes from.
 
-    source: a folder of Hugging Face's, the name of a model of its hub, or a GGUF file; a run or
+    source: a folder of Hugging Face's, or the name of a model of its hub; a run or
         checkpoint of ours; a checkpoint of GPT-NeoX, KERPLE or MEP, with its configuration as
         `config`
     model(ids [batch, length]) -> logits [batch, length, rows of the source's vocabulary]
-    Raises UserError if it cannot be read, or is not what it says.
+    Raises UserError if it cannot be read, or is not what it says. An import compares logits with
+    those of transformers. This does not, because it would take twice the memory.
     """
-    opened = open_checkpoint(source, config)
+    try:
+        opened = open_checkpoint(source, config)
+    except ModuleNotFoundError as fault:
+        raise UserError(f"{source}: {missing_package(fault) or fault}") from None
+    if opened.theirs is not None:
+        logger.info(
+            "%s: logits are not compared with transformers' - tools/import_checkpoint.py does it",
+            source,
+        )
     return opened.model, opened.config
 
 
@@ -56,7 +68,7 @@ def open_checkpoint(source: str | Path, config: Config | None = None) -> OpenedM
     folder = local_folder(source)
     kind = kind_of(folder)
     check_sums(folder)
-    if config is not None and kind != "gpt-neox":
+    if config is not None and kind not in ("gpt-neox", None):
         raise UserError(f"{folder}: has its own configuration - leave the other one out")
     if kind == "ours":
         model, trained, record = load_for_evaluation(folder)
@@ -69,22 +81,22 @@ def open_checkpoint(source: str | Path, config: Config | None = None) -> OpenedM
             )
         model, config = reference.load_reference(folder, config)
         return OpenedModel(kind, folder, model, config, step_of(folder) or 0)
-    if kind in ("huggingface", "gguf"):
+    if kind == "huggingface":
         model, config, theirs = huggingface.open_folder(folder)
         return OpenedModel(kind, folder, model, config, theirs=theirs)
     if kind == "exported":
         config, record = read_meta(folder)
         weights = (
             (name.removeprefix(PREFIX), tensor)
-            for file in sorted(folder.glob(huggingface.WEIGHTS))
+            for file in huggingface.weight_files(folder)
             for name, tensor in tensors_of(file)
         )
         model = load_model(folder, config, record, weights)
         return OpenedModel(kind, folder, model, config, record["step"], record)
     raise UserError(
         f"{folder}: holds no checkpoint that is known here - give a folder with"
-        f" {huggingface.SETTINGS}, a GGUF file, a run or global_stepN of ours, or global_stepN of"
-        " GPT-NeoX"
+        f" {huggingface.SETTINGS}, a run or global_stepN of ours, or global_stepN of"
+        f" GPT-NeoX with its {reference.FILES}, which pipe_parallel_size: 0 does not write"
     )
 
 
@@ -93,8 +105,6 @@ def kind_of(folder: Path) -> str | None:
 
     exported: by export.py as our own class; an export as a class of transformers is huggingface
     """
-    if gguf.is_gguf(folder):
-        return "gguf"
     if has_sums(folder):
         return "exported" if (folder / SETTINGS).is_file() else "huggingface"
     if steps_in(folder) or (folder / RECORD).exists():
@@ -119,28 +129,36 @@ def check_sums(folder: Path) -> None:
 
 
 def local_folder(source: str | Path) -> Path:
-    """The folder of a source, or its GGUF file; a model of the hub is downloaded if need be."""
+    """The folder of a source; a model of the hub is downloaded if need be."""
     folder, name = Path(source), str(source)
-    if folder.is_dir() or gguf.is_gguf(folder):
+    if folder.is_dir():
         return folder
-    if folder.exists() or not HUB_NAME.fullmatch(name):
+    on_hub = HUB_NAME.fullmatch(name)
+    if folder.exists() or on_hub is None:
         raise UserError(
-            f"{folder}: is not a folder - give a checkpoint, a hub's owner/model, or a file"
-            f" NAME{gguf.ENDING}"
+            f"{folder}: is not a folder - give a checkpoint or a hub's owner/model; a GGUF file is"
+            " made a folder by transformers (docs/importing.md)"
         )
-    from huggingface_hub import snapshot_download  # only here: importing it takes long
-
+    name, revision = on_hub.groups()
     try:
+        from huggingface_hub import snapshot_download  # only here: importing it takes long
+
         # Without a network this finds what was downloaded before.
         return Path(
             snapshot_download(
-                name, allow_patterns=list(HUB_FILES), ignore_patterns=OF_ANOTHER_PROGRAM
+                name,
+                revision=revision,
+                allow_patterns=list(HUB_FILES),
+                ignore_patterns=OF_ANOTHER_PROGRAM,
             )
         )
-    except (OSError, ValueError, RuntimeError) as fault:
+    except (ImportError, OSError, ValueError, RuntimeError) as fault:
+        reason = missing_package(fault) or in_words(fault)
         patterns = " ".join(f"--include '{pattern}'" for pattern in HUB_FILES)
+        if revision:
+            patterns += f" --revision {revision}"
         raise UserError(
-            f"{name}: is not a folder here, and cannot be downloaded ({in_words(fault)}) - check"
+            f"{folder}: is not a folder here, and cannot be downloaded ({reason}) - check"
             f" the name, your rights and the network; or run `hf download {name} {patterns}"
             f" --local-dir {folder.name}` elsewhere, copy that folder here and give its path"
         ) from None

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 Tensors = dict[str, Tensor]  # by name
 
 FILES = "layer_*-model_*-model_states.pt"
-ONE_RANK = ("model_parallel_size=1", "pipe_parallel_size=1")  # its ranks are joined here
+ONE_STAGE = "pipe_parallel_size=1"  # its stages are joined here
 RENAMED = {  # names of newer versions of GPT-NeoX, and those that the forks and we have
     "mlp.linear1.": "mlp.dense_h_to_4h.",
     "mlp.linear2.": "mlp.dense_4h_to_h.",

@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from megatron.parallel.grid import LOCAL_RANKS
-
 logger = logging.getLogger(__name__)
 
 PARAMETERS_PER_THREAD = 400_000
@@ -78,11 +76,6 @@ def available_cores() -> int:
 
 
 def local_processes() -> int:
-    """Processes of this run on this machine, as their launcher says."""
-    # Slurm writes `2(x3),1` for nodes with 2, 2, 2 and 1 tasks: the first stands for all.
-    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(",")[0].split("(")[0]
-    texts = [os.environ.get(name, "") for name in LOCAL_RANKS]
-    for text in (*texts, tasks, os.environ.get("WORLD_SIZE", "")):
-        if text.isdecimal():  # parallel/grid.py refuses other texts
-            return int(text)
-    return 1
+    """Processes of this run on this machine, as launchers say; DeepSpeed's says LOCAL_SIZE."""
+    environment = os.environ
+    return int(environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or 1)

@@ -71,7 +71,6 @@ class Position(Float32Module):
     sums_over_tokens: score_bias gives as w a sum over the tokens up to each key, so that parts of a
         text can be summed apart (`running_sum`)
     by_token: on_queries_keys_by_content reads of x each token's own vector alone
-    heads_alike: on_queries_keys does the same to every head, so that it can be given some of them
     draws_positions: `prepare`, where an encoding has its own, draws at random in training
     claims: some of "zero_at_0", "never_rises" and "conditionally_positive_definite", as KERPLE's
         kernels are; tools/check_encoding.py holds the bias to them
@@ -98,7 +97,6 @@ class Position(Float32Module):
     score_rank: int = 1
     sums_over_tokens: bool = False
     by_token: bool = False
-    heads_alike: bool = False
     draws_positions: bool = True
     draws: ClassVar[dict[str, float]] = {}
     claims: ClassVar[tuple[str, ...]] = ()
@@ -308,24 +306,6 @@ class Position(Float32Module):
             },
             "context_parallel_size: {} cannot be computed in parts of a text, because {}; set it to"
             " 1 (in training, checkpoint_activations: true and ZeRO stage 3 need less memory too)",
-        )
-
-    def check_shares(self) -> None:
-        """Raises UserError if processes that have some of the heads each cannot compute this."""
-        reasons: dict[str, Any] = {
-            f"{hook} is given all heads": self.has(hook)
-            for hook in ("on_scores", "on_queries_keys_by_content", "block_scores")
-        }
-        reasons["score_scale gives a factor for each of all heads"] = self.has("score_scale")
-        alike = self.heads_alike or not self.has("on_queries_keys")
-        reasons[
-            "its on_queries_keys does not say that it does the same to all (heads_alike)"
-        ] = not alike
-        refuse(
-            self,
-            reasons,
-            "model_parallel_size: {} cannot be computed for some of the heads, because {}; set it"
-            " to 1 (ZeRO stage 3 divides the model too)",
         )
 
     def use_paper_precision(self, on: bool) -> None:

@@ -52,7 +52,7 @@ class FoPE(Position):
     ) -> None:
         super().__init__(shape)
         self.per_layer = learned
-        self.grouped_queries = self.heads_alike = shared
+        self.grouped_queries = shared
         self.pairs = even(shape.head_dim, "head_dim:") // 2
         if dim is not None:
             dim = even(whole("dim", dim, least=shape.head_dim, most=2**16), "dim:")

@@ -11,8 +11,8 @@ from megatron.positions.base import EXACT, Around, Pair, Shape
 from megatron.positions.registry import build_inside, register, whole
 
 TRAITS = (
-    *("per_layer", "by_distance", "rotates", "stretches", "stretched_by", "grouped_queries"),
-    *("heads_per_query", "heads_alike"),
+    *("per_layer", "by_distance", "rotates", "stretches", "stretched_by"),
+    *("grouped_queries", "heads_per_query"),
 )
 """Attributes that it has from the encoding inside."""
 

@@ -32,7 +32,6 @@ class Rotary(Turning):
 
     published = True
     only_rotates = True
-    heads_alike = True
     draws_positions = False
     reference_names = {"inv_freq": "inv_freq"}
     earlier: ClassVar[dict[str, Any]] = {

@@ -41,7 +41,6 @@ class Sum(Position):
             hook: [part for part in self._parts if part.has(hook)]
             for hook in (
                 "score_bias",
-                "on_queries_keys",
                 "on_queries_keys_by_content",
                 "block_scores",
             )
@@ -56,7 +55,6 @@ class Sum(Position):
         self.sums_over_tokens = all(part.sums_over_tokens for part in parts_with["score_bias"])
         by_content = parts_with["on_queries_keys_by_content"]
         self.by_token = all(part.by_token for part in by_content)
-        self.heads_alike = all(part.heads_alike for part in parts_with["on_queries_keys"])
         self.stretches = bool(rotating) and all(part.stretches for part in rotating)
         for part in reversed(self._parts):
             self.crosses_documents = part.crosses_documents or self.crosses_documents

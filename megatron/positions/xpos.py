@@ -27,7 +27,6 @@ class XPos(Turning):
         kexue.fm/archives/9431), exact at any length, because scores are multiplied, not q and k
     """
 
-    heads_alike = True
     inv_freq: Tensor
     log_zeta: Tensor
 

@@ -1,7 +1,8 @@
 """Results: the row, its files, statistics, comparisons and tables. Needs no torch."""
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -10,12 +11,26 @@ if TYPE_CHECKING:
 def read_results(*paths: str | Path) -> "pd.DataFrame":
     """A frame with a line for each row of results files, and a column for each key that one has.
 
-    megatron/results/row.py says what the keys mean. A later row replaces an earlier one of the same
-    measurement. Losses of windows, blocks and positions are lists in a cell. Raises UserError, with
-    the file and the line, for what is no row.
+    megatron/results/row.py says what the keys mean; `label` is the name of the row's kind among
+    these rows, as in tables. A later row replaces an earlier one of the same measurement. Losses of
+    windows, blocks and positions are lists in a cell; mappings are texts in JSON, and `window` is a
+    text where one row has such as train_length. Raises UserError, with the file and the line, for
+    what is no row.
     """
     import pandas as pd  # training and evaluation begin faster without it
 
     from megatron.results.files import read_rows
+    from megatron.results.labels import kinds
 
-    return pd.DataFrame(read_rows(paths)).convert_dtypes()
+    rows = read_rows(paths)
+    labels = {id(row): label for label, members in kinds(rows).items() for row in members}
+    frame = pd.DataFrame(rows).assign(label=[labels[id(row)] for row in rows])
+    for name, values in frame.items():
+        types = set(values.dropna().map(type))
+        if dict in types or types > {str}:
+            frame[name] = values.map(_text, na_action="ignore")
+    return frame.convert_dtypes()
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)

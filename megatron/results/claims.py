@@ -398,6 +398,12 @@ def _effect(claim: Claim, length: int, sides: Sequence[Sequence[Row]]) -> Effect
     any_text = claim.is_change and example.get("protocol") in DRAWN
     pair = paired(ours, theirs, "the other side", any_text=any_text)
     estimate = pair.difference
+    if estimate is None and any_text:
+        raise NoRows(
+            f"protocol {example.get('protocol')} has other windows at each length, so a change"
+            f" needs {SEEDS} seeds, and {len({row.get('seed') for row in ours})} were measured"
+            " - train and measure more seeds"
+        )
     if estimate is None:
         raise NoRows(pair.reason)
     if claim.quantity in ACCURACIES and estimate.stderr is not None:

@@ -85,7 +85,6 @@ class Question(Variant, Setting, ProtocolOptions, total=False):
     softmax_type: str  # off-by-one or learnable; none: vanilla
     optimizer_type: str  # none: Adam
     origin: str  # Hugging Face's class of an imported model, whose seed is unknown
-    quantization: str  # kinds that an import's weights were rounded to, as "Q4_K + Q6_K"; none: no
     parent_model: str  # its encoding and step, such as "rotary step 700"; none: from scratch
     sweep: str  # name of the sweep that trained the model
     cell: dict[str, Any]  # the point of the sweep's grid: {axis: value}
@@ -172,10 +171,10 @@ DEFAULTS.pop("dtype")
 # text where all rows share it, else in labels, and has a column in the table of models.
 SHOWN_IF_SET = (
     *("layer_kinds", "linear_pos_emb", "attention_gate", "softmax_type"),
-    *("optimizer_type", "quantization"),
+    *"optimizer_type",
 )
 OF_TRAINING = ("train_length", "step", "windows_per_step", "trained_on", "parent_model")
-EXPLAINS = {"pos_emb_args", "sweep", *SHOWN_IF_SET, *OF_TRAINING} - {"step", "quantization"}
+EXPLAINS = {"pos_emb_args", "sweep", *SHOWN_IF_SET, *OF_TRAINING} - {"step"}
 BOOKKEEPING = ("sweep", "config_hash", "checkpoint", "tokens", *PLACE_OPTIONS, "text")
 _OF_MODEL = ("bos_token", *SHOWN_IF_SET, *OF_TRAINING)
 LABELS = ("pos_emb_args", *VARIANT, *_OF_MODEL, "seed", *SETTING, *BOOKKEEPING)
@@ -206,7 +205,6 @@ COLUMNS = {
     "attention_gate": "gate",
     "softmax_type": "softmax",
     "optimizer_type": "optimizer",
-    "quantization": "quantised to",
     "dtype": "dtype",
     "train_length": "trained at",
     "step": "step",

@@ -20,7 +20,6 @@ from urllib.parse import urlsplit
 
 from megatron.errors import UserError, in_words, visible
 from megatron.parallel.grid import free_port
-from megatron.parallel.launcher import AFTER_A_STOP
 from megatron.sweeps.cells import Cell, Sweep, described, load_sweep, state_of
 from megatron.sweeps.runner import SIGNALS, Runner
 
@@ -119,7 +118,7 @@ class Slurm:
             raise ValueError("nodes and ntasks_per_node must be whole numbers, such as nodes=2")
         alone = ("--overlap", "--nodes=1", "--ntasks=1")
         starter = ("srun", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes * on_each}")
-        starter += (f"--ntasks-per-node={on_each}", f"--wait={AFTER_A_STOP:.0f}")
+        starter += (f"--ntasks-per-node={on_each}", "--wait=60")
         self.work = work if nodes * on_each == 1 else replace(work, starter=starter)
         self.logs = work.sweep[1] / "slurm"
         submitit = importlib.import_module("submitit")

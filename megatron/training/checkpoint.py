@@ -149,10 +149,9 @@ def full_weights(trainer: Trainer, *, keep: bool = True) -> dict[str, Tensor]:
     weights = {}
     for name, parameter in engine.module.named_parameters():
         master = safe_get_full_fp32_param(parameter) if engine.zero_optimization() else None
-        part = parameter if master is None else master
-        weight = trainer.tensor.whole(name, part.detach())
+        weight = parameter if master is None else master
         if keep:
-            weights[name] = weight.float().cpu().contiguous()
+            weights[name] = weight.detach().float().cpu().contiguous()
     return weights
 
 

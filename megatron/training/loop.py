@@ -64,8 +64,7 @@ def train(config: Config, grid: Grid) -> Path | None:
             remove_unfinished(Path(save_to))
         with shared_faults(grid):
             config = with_parent(config)
-            parallel = config.parallel
-            grid = grid.sharing(parallel.context_parallel_size, parallel.model_parallel_size)
+            grid = grid.sharing(config.parallel.context_parallel_size)
             config.check_batch(grid.data_ranks)
             parts, facts = open_text(config)
             config = with_epochs(config, parts["train"], grid.data_ranks)
@@ -266,9 +265,10 @@ class Run:
             self.facts | self.batches.record() | {"step": step, "config_hash": self.config.hash}
         )
         record["files"] = {WEIGHTS: {"sha256": self.grid.gather(digest)[0]}}
-        grid = self.grid.sharing(self.grid.context_ranks)  # each rank has all layers
         with self.log.paused():
-            evaluate_training(self.config, weights, record, grid, self.context, stops=self.stop.due)
+            evaluate_training(
+                self.config, weights, record, self.grid, self.context, stops=self.stop.due
+            )
 
     def validate(self) -> None:
         """Measure and log the loss of the validation, unless the run stops meanwhile.

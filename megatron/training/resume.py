@@ -10,6 +10,7 @@ full, and its loading at stage 3 gives every group of parameters the weight deca
 
 import itertools
 import logging
+import math
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +27,7 @@ from megatron.errors import UserError, in_words
 from megatron.model import GPT
 from megatron.positions import Position
 from megatron.training.optimizer import AVERAGES, MOMENTUM, MuonBesideAdam, named_groups
-from megatron.training.trainer import Trainer, shares_of
+from megatron.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ def give(
         safe_set_local_optimizer_state,
     )
 
-    engine, tensor = trainer.engine, trainer.tensor
+    engine = trainer.engine
     stage = engine.zero_optimization_stage()
     optimizer = engine.optimizer.optimizer if stage else engine.optimizer
     if state is not None and stage:
@@ -107,35 +108,34 @@ def give(
             engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     for name, parameter in engine.module.named_parameters():
-        part = tensor.own(name, weight(name))
+        whole = weight(name)
         shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO 3 divides it
-        if part.shape != shape:
+        if whole.shape != shape:
             raise UserError(
-                f"{WEIGHTS}: {name} has the shape {list(part.shape)}, and this model's has"
+                f"{WEIGHTS}: {name} has the shape {list(whole.shape)}, and this model's has"
                 f" {list(shape)} - copy the checkpoint again"
             )
         averages = {} if state is None else state.averages(name)
-        averages = {key: tensor.own(name, average) for key, average in averages.items()}
         if stage == 0:
-            parameter.data.copy_(part)
+            parameter.data.copy_(whole)
             for key, average in averages.items():
                 optimizer.state[parameter][key] = torch.empty_like(parameter).copy_(average)
         elif stage < 3:
-            safe_set_full_fp32_param(parameter, part)
+            safe_set_full_fp32_param(parameter, whole)
             for key, average in averages.items():
                 safe_set_full_optimizer_state(parameter, average, key)
         else:
             # DeepSpeed's own call cannot pad the last rank's piece.
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-                parameter.data.copy_(part)
+                parameter.data.copy_(whole)
             size = parameter.ds_tensor.numel()
-            start = engine.global_rank // tensor.ranks * size
+            start = engine.global_rank * size
 
             def piece(whole: Tensor, start: int = start, size: int = size) -> Tensor:
                 numbers = whole.flatten()[start : start + size]
                 return nn.functional.pad(numbers, (0, size - numbers.numel()))
 
-            safe_set_local_fp32_param(parameter, piece(part))
+            safe_set_local_fp32_param(parameter, piece(whole))
             for key, average in averages.items():
                 safe_set_local_optimizer_state(parameter, piece(average), key)
     if stage in (1, 2):
@@ -182,24 +182,21 @@ def read_state(
     config, ranks: of its writer; shapes: of whole parameters
     Raises ValueError if a piece is missing, has another shape, or is of another step.
     """
-    shares, stage = shares_of(config), config.parallel.zero_stage
-    data_ranks = ranks // shares.ranks if stage else 1  # files of stage 0 do not depend on them
+    stage = config.parallel.zero_stage
+    ranks = ranks if stage else 1  # files of stage 0 do not depend on them
     groups = named_groups(model, config.optimizer)
     keys = dict.fromkeys(shapes, AVERAGES) | dict.fromkeys(dict(groups.matrices), MOMENTUM)
-    part_shapes = {}
-    for name, shape in shapes.items():
-        part_shapes[name] = shares.part(name, torch.empty(shape, device="meta"), 0).shape
     # An encoding acts on the embeddings once, so those of later layers have no gradients.
     idle = set()
     for index, position in enumerate(cast(Iterable[Position], model.positions)):
         if index and position.changes_embeddings:
             idle |= {f"positions.{index}.{name}" for name, _ in position.named_parameters()}
 
-    # Flat pieces of (the tensor rank's part, parameter, key), by data rank.
-    pieces: dict[tuple[int, str, str], list[Tensor]] = defaultdict(list)
-    for owner, rank in itertools.product(range(shares.ranks), range(data_ranks)):
+    # Flat pieces of (parameter, key), by rank.
+    pieces: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
+    for rank in range(ranks):
         prefix = f"zero_pp_rank_{rank}_" if stage == 3 else ""
-        saved = load(path / f"{prefix}mp_rank_{owner:02d}_model_states.pt")
+        saved = load(path / f"{prefix}mp_rank_00_model_states.pt")
         if saved["global_steps"] != step:
             raise ValueError(f"it is that of step {saved['global_steps']}")
         parts = []  # (group, parameter, where it is in the flat group) of this rank
@@ -213,13 +210,13 @@ def read_state(
             for group, group_shapes in enumerate(saved["param_shapes"]):
                 start = 0
                 for name, shape in group_shapes.items():
-                    size = -(-shape.numel() // data_ranks)
+                    size = -(-shape.numel() // ranks)
                     filled = min(size, max(0, shape.numel() - rank * size))
                     parts.append((group, name, slice(start, start + filled)))
                     start += size
         if stage:
             prefix = "bf16_" if config.precision.dtype == "bf16" else ""
-            file = path / f"{prefix}zero_pp_rank_{rank}_mp_rank_{owner:02d}_optim_states.pt"
+            file = path / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
             saved = load(file)["optimizer_state_dict"]
             optimizer = saved["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
             for group, addresses in enumerate(saved.get("param_slice_mappings", ())):
@@ -229,26 +226,22 @@ def read_state(
         for group, name, part in parts:
             state = optimizer["state"].get(group, {})
             if name in idle and not state:
-                state = {key: torch.zeros(part_shapes[name]) for key in AVERAGES}
+                state = {key: torch.zeros(shapes[name]) for key in AVERAGES}
             for key in keys[name]:
                 values = state.get(key)
                 if values is None:
                     raise ValueError(f"{name}: {key} is missing")
-                if stage == 0 and values.shape != part_shapes[name]:
+                if stage == 0 and [*values.shape] != shapes[name]:
                     raise ValueError(f"{name}: {key} has the shape {list(values.shape)}")
-                pieces[owner, name, key].append(values.flatten()[part])
-    for name, shape in part_shapes.items():
-        for owner, key in itertools.product(range(shares.ranks), keys[name]):
-            size = sum(piece.numel() for piece in pieces[owner, name, key])
-            if size != shape.numel():
+                pieces[name, key].append(values.flatten()[part])
+    for name, shape in shapes.items():
+        for key in keys[name]:
+            size = sum(piece.numel() for piece in pieces[name, key])
+            if size != math.prod(shape):
                 raise ValueError(f"{name}: {size} numbers of {key}")
 
     def averages(name: str) -> dict[str, Tensor]:
-        whole = {}
-        for key in keys[name]:
-            flat = [torch.cat(pieces[owner, name, key]) for owner in range(shares.ranks)]
-            whole[key] = shares.joined(name, [part.view(part_shapes[name]) for part in flat])
-        return whole
+        return {key: torch.cat(pieces[name, key]).view(*shapes[name]) for key in keys[name]}
 
     counts = [state["step"] for state in optimizer["state"].values() if "step" in state]
     counts += [group["step"] for group in optimizer["param_groups"] if "step" in group]  # apex

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoints.manifest import (
-    QUANTIZATION,
     WEIGHTS,
     check_files,
     engine_files,
@@ -109,7 +108,7 @@ class Start:
         if self.parent is None:
             return self.record.get("parent_model")
         words = [f"{self.parent.config.label} step {self.parent.record['step']}"]
-        return ", ".join([*words, *filter(None, [self.parent.record.get(QUANTIZATION)])])
+        return ", ".join(words)
 
 
 def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:

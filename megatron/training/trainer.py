@@ -16,10 +16,9 @@ from megatron.attention import TRUSTED
 from megatron.config import Config
 from megatron.config.config import deepspeed_config
 from megatron.errors import UserError
-from megatron.model import GPT, Architecture
+from megatron.model import GPT
 from megatron.parallel.context import context_of
 from megatron.parallel.grid import Grid
-from megatron.parallel.tensor import Shares, TensorRanks
 from megatron.positions import Position
 from megatron.training.optimizer import build_optimizer, learning_rate
 
@@ -53,18 +52,16 @@ class Trainer:
         model.to(grid.device)
         if config.training.torch_compile:
             compile_layers(model, grid.device)
-        shares = shares_of(config)
         with quiet_deepspeed():
             import deepspeed
 
             engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=build_optimizer(model, config.optimizer, grid.device),
-                config=deepspeed_config(config) | shares.deepspeed_config(),
+                config=deepspeed_config(config),
                 dist_init_required=False,
             )
         self.engine: Any = engine
-        self.tensor = TensorRanks(grid, shares, model)
         self.restore_exact_positions()
         if config.training.torch_compile and not self.model.backends <= set(TRUSTED):
             # A backend is compared with eager at its first use, which compiled code leaves out.
@@ -79,15 +76,13 @@ class Trainer:
     def train_step(self, micro_batches: Sequence[Tensor]) -> StepResult:
         """One optimizer step over gradient_accumulation_steps batches [micro_batch, length + 1].
 
-        Its seed follows from configuration, step and rank alone: a resumed run draws the same, and
-        so do ranks that share layers.
+        Its seed follows from configuration, step and rank alone: a resumed run draws the same.
         Raises UserError if fp16 has no smaller loss scale.
         """
         engine, optimizer, config = self.engine, self.engine.optimizer, self.config
         engine.train()
         seed = config.training.seed * 1_000_003 + self.step
-        sharing = self.tensor.ranks
-        torch.manual_seed(seed * (self.grid.ranks // sharing) + self.grid.rank // sharing)
+        torch.manual_seed(seed * self.grid.ranks + self.grid.rank)
         lr = learning_rate(self.step, config.optimizer)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -102,7 +97,8 @@ class Trainer:
 
         norm = None  # of the whole gradient before clipping
         if not engine.zero_optimization():
-            norm = self.tensor.gradient_norm(self.model)
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients)
         try:
             engine.step()
         except Exception as fault:  # DeepSpeed raises no narrower kind
@@ -201,25 +197,6 @@ class Trainer:
                 size = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO 3 divides it
                 if size <= SMALL:
                     module.exact[name] = cast(Tensor, safe_get_full_fp32_param(parameter))
-
-
-def shares_of(config: Config) -> Shares:
-    """How `model_parallel_size` cuts the model of a configuration.
-
-    Raises UserError if the ranks cannot have parts of one size.
-    """
-    size, model = config.parallel.model_parallel_size, Architecture.of(config.model)
-    for key, count in {
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.key_heads,
-        "intermediate_size": model.mlp_width,
-    }.items():
-        if count % size:
-            raise UserError(
-                f"model_parallel_size: {size} ranks cannot share {key} = {count} equally - take a"
-                " number that divides it"
-            )
-    return Shares(size, gated=model.widened > model.mlp_width)
 
 
 def compile_layers(model: GPT, device: torch.device) -> None:

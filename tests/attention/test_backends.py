@@ -76,15 +76,14 @@ def test_sdpa_is_the_definition_on_random_cases_in_every_precision():
         assert error_of(case, BACKENDS["sdpa"], dtype, "cpu") < TOLERANCE[dtype], (case, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_many_tiles_of_heads_and_blocks_of_queries_add_up_and_twice_to_the_same_bits(dtype):
-    for weight in (False, True):
-        case = Case(heads=5, queries=700, keys=700, head_dim=64, weight=weight)
-        assert error_of(case, BACKENDS["sdpa"], dtype, "cpu") < TOLERANCE[dtype]
-        first, second = (
-            values_and_gradients(BACKENDS["sdpa"], inputs_of(case, dtype)) for _ in range(2)
-        )
-        assert all(torch.equal(first[name], second[name]) for name in first)
+@pytest.mark.parametrize(("dtype", "weight"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_many_tiles_of_heads_and_blocks_of_queries_add_up_and_twice_to_the_same_bits(dtype, weight):
+    case = Case(heads=5, queries=600, keys=600, head_dim=64, weight=weight)
+    assert error_of(case, BACKENDS["sdpa"], dtype, "cpu") < TOLERANCE[dtype]
+    first, second = (
+        values_and_gradients(BACKENDS["sdpa"], inputs_of(case, dtype)) for _ in range(2)
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_values_may_have_fewer_or_more_features_than_queries_and_keys():

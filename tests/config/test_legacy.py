@@ -28,7 +28,8 @@ PYTHIA = """{
     "train_data_paths": ["pile_text_document"], "valid_data_paths": ["pile_text_document"],
     "test_data_paths": ["pile_text_document"], "data_types": {"grad_accum_dtype": "fp32"},
     "checkpoint_factor": 1000, "extra_save_iters": [0, 1, 2], "exit_interval": 50,
-    "deepspeed_slurm": true, "deepspeed_extra_args": {"comms_logger": {"enabled": true}}
+    "deepspeed_slurm": true, "deepspeed_extra_args": {"comms_logger": {"enabled": true}},
+    "model-parallel-size": 2
 }"""
 
 
@@ -100,6 +101,9 @@ def test_a_file_in_the_spelling_of_pythia_loads(tmp_path):
     }
     assert {key: config[key] for key in expected} == expected
     assert any("validate on the text of the training" in note for note in config.notes)
+    [note] = (note for note in config.notes if note.startswith("model_parallel_size"))
+    assert "zero_optimization: {stage: 3}" in note
+    assert loaded("model-parallel-size=1").notes == ()
 
 
 def test_every_historic_way_to_choose_a_precision(tmp_path, published):

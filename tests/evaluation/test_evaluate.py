@@ -25,7 +25,6 @@ from megatron.model import from_config
 from megatron.results.files import read_rows, write_lines
 from megatron.results.labels import runs
 from tests.support import ROOT
-from tests.support import run as run_script
 from train import measure
 
 TOKENIZER = {"type": "HFTokenizer", "hash": "aaaa", "vocab_size": 60, "eod": 0}
@@ -168,15 +167,13 @@ def test_documents_are_apart_as_in_the_training_unless_the_configuration_says_ot
 
 
 @pytest.mark.distributed
-def test_an_evaluation_repeats_and_two_processes_give_the_rows_of_one(home, tmp_path):
+def test_an_evaluation_repeats_and_two_processes_give_the_rows_of_one(home, forks, tmp_path):
     words = ["--lengths", "16", "32", "--windows", "5"]
     words += ["--protocol", "equal_tokens", "sliding", "paper", "position"]
     file = given(tmp_path, home)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    output = tmp_path / "two.jsonl"
-    launched = run_script(*launcher, "evaluate.py", file, *words, "--output", output)
-    assert launched.returncode == 0, launched.stderr
-    assert launched.stdout.count("perplexity on noise valid, 128 tokens") == 2
+    output, log = tmp_path / "two.jsonl", tmp_path / "log"
+    forks.run_ranks(2, "evaluate.py", file, *words, "--output", output, log=log)
+    assert log.read_text().count("perplexity on noise valid, 128 tokens") == 2
     clock = {"seconds", "tokens_per_second"}
     several = [read_rows([output]), rows_of(tmp_path / "one.jsonl", file, *words)]
     for rows in several:

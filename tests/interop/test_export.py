@@ -46,7 +46,7 @@ from megatron.interop.importing import (
 )
 from megatron.model import from_config
 from megatron.positions import FILES, REGISTRY
-from tests.encodings import every_signature
+from tests.encodings import every_hook
 from tests.interop.models import (
     BUMP,
     CASES,
@@ -90,7 +90,7 @@ def check_same_in_transformers(folder, model):
     assert continued[0, TRAINED - 4 :].tolist() == greedy(model, prompt, 12)
 
 
-@every_signature
+@every_hook
 def test_every_encoding_is_the_same_model_in_transformers(name, tmp_path):
     grouped = ["num_key_value_heads=2"] if REGISTRY[name].grouped_queries else []
     folder, model = exported(tmp_path, *OWN, *grouped, *of_encoding(name))
@@ -483,7 +483,8 @@ def test_what_cannot_be_exported_is_one_message_and_leaves_nothing(tmp_path, mon
     learned_with = {"type": "HFTokenizer", "hash": "0123456789ab", "eod": 0}
     other, _ = a_run(tmp_path / "other", "pos_emb=alibi", tokenizer=learned_with)
     assert export(other, tmp_path / "none").notes == ("No tokenizer: its files were not found.",)
-    monkeypatch.setattr(exporting, "TOLERANCE", -1.0)
+    monkeypatch.setattr("megatron.interop.huggingface.TOLERANCE", -1.0)
+    monkeypatch.setattr("megatron.interop.huggingface.ROUNDINGS", -1.0)
     message = "logits of PositionsGPTForCausalLM differ from ours by 0 at 64 tokens"
     assert message in refused(path, tmp_path / "out")
     full = mock.Mock(side_effect=SafetensorError("No space left on device (os error 28)"))

@@ -3,7 +3,9 @@
 import hashlib
 import json
 import re
+import sys
 from pathlib import Path
+from unittest import mock
 
 import huggingface_hub
 import numpy as np
@@ -22,6 +24,7 @@ from megatron.evaluation.methods import MeasuredAttention
 from megatron.evaluation.options import method_or_none
 from megatron.generation.with_tokenizer import opened_with_tokenizer
 from megatron.interop import open_model
+from megatron.interop.export import export
 from megatron.interop.families import FAMILIES, read_weights, write_weights
 from megatron.interop.huggingface import WHOLE, open_folder, read_settings
 from megatron.interop.importing import (
@@ -189,6 +192,52 @@ def test_other_spellings_are_the_same_model(folder, tmp_path):
         torch.testing.assert_close(open_model(place)[0](ids), theirs(ids).logits, rtol=0, atol=1e-4)
 
 
+@torch.no_grad()
+def test_keys_that_transformers_takes_from_elsewhere_are_taken_from_there(folder, tmp_path):
+    for number, (case, changes) in enumerate(CASES["elsewhere"]):
+        place = edited(folder(case), tmp_path / str(number), **changes)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(place)
+        ours, _ = open_model(place)
+        for ids in (random_ids(10, 1), random_ids(60, 1)):
+            expected = theirs(ids).logits
+            difference = (ours(ids) - expected).abs().max()
+            assert difference <= 1e-5 * expected.abs().max(), (case, changes)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["phi", "gpt-j"])
+def test_a_tied_matrix_with_a_bias_is_read_as_two(case, tmp_path):
+    with mock.patch.dict(MODELS, {case: MODELS[case] | {"tie_word_embeddings": True}}):
+        theirs = of_theirs(case)
+    theirs.save_pretrained(tmp_path / "theirs")
+    run = import_checkpoint(tmp_path / "theirs", tmp_path / "run").path
+    model, config, _ = load_for_evaluation(run)
+    expected = theirs(random_ids(20)).logits
+    torch.testing.assert_close(model(random_ids(20)), expected, rtol=0, atol=2e-5)
+    assert torch.equal(model.final_linear.weight, theirs.get_input_embeddings().weight)
+    assert config.model.no_weight_tying
+
+
+@pytest.mark.usefixtures("own_modules")
+@pytest.mark.parametrize("case", ["kimi linear", "qwen3.5"])
+def test_steep_weights_multiply_rounding_and_are_no_other_model(case, tmp_path):
+    """Logits of both programs are up to 1e-3 from float64, in which they agree."""
+    theirs = of_theirs(case)
+    with torch.no_grad():
+        for weight in theirs.parameters():
+            if weight.dim() > 1:
+                weight.normal_(std=3 / weight.shape[-1] ** 0.5)
+    theirs.save_pretrained(tmp_path / "theirs")
+    compared = import_checkpoint(tmp_path / "theirs", tmp_path / "run").compared
+    assert compared["largest_difference"] > 1e-5 * compared["largest_logit"]
+    assert export(tmp_path / "run", tmp_path / "out").architecture == type(theirs).__name__
+    model, _, theirs = open_folder(tmp_path / "theirs")
+    with torch.no_grad():
+        model.layers[1].mlp.dense_4h_to_h.weight[0, 0] += 1
+    with pytest.raises(UserError, match=r"logits of transformers .* differ from ours by"):
+        compared_with_transformers(theirs, model)
+
+
 @pytest.mark.parametrize("name", CASES["published"])
 def test_the_config_of_a_published_model_is_read(name, tmp_path):
     theirs, expected = CASES["published"][name]
@@ -307,6 +356,32 @@ def test_damaged_and_missing_files_are_one_message_and_code_is_not_run(folder, t
         open_model(tmp_path / "absent")
 
 
+def test_names_of_a_wrapped_model_are_named_by_their_prefix(folder, tmp_path):
+    place = edited(folder("llama"), tmp_path / "wrapped")
+    weights = load_file(place / WHOLE)
+    for prefix in ("module.", "_orig_mod.", "module._orig_mod."):
+        save_file({prefix + name: x for name, x in weights.items()}, place / WHOLE)
+        with pytest.raises(UserError, match=rf"without the prefix {re.escape(prefix)}$"):
+            open_model(place)
+
+
+def test_new_weights_in_shards_of_any_name_are_imported_anew(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    place = edited(folder("llama"), tmp_path / "sharded")
+    weights = load_file(place / WHOLE)
+    (place / WHOLE).unlink()
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "weights-1.safetensors")}
+    (place / f"{WHOLE}.index.json").write_text(json.dumps(index))
+    runs = []
+    for scale in (1, 1, 0.5):
+        scaled = {name: scale * weight for name, weight in weights.items()}
+        save_file(scaled, place / "weights-1.safetensors")
+        runs.append(import_if_foreign(place))
+    assert runs[0] == runs[1] != runs[2]
+    norm = open_model(runs[2])[0].state_dict()["norm.weight"]
+    assert torch.equal(norm, scaled["model.norm.weight"])
+
+
 def test_a_name_of_the_hub_is_downloaded_without_code(folder, tmp_path, monkeypatch):
     downloads = {}
 
@@ -325,6 +400,14 @@ def test_a_name_of_the_hub_is_downloaded_without_code(folder, tmp_path, monkeypa
     assert import_if_foreign("someone/tiny").name.startswith("tiny-")
     with pytest.raises(UserError, match=r"someone/other: is not a folder here, and .* --local-dir"):
         open_model("someone/other")
+    assert open_model("someone/tiny@step3000")[0].vocab == VOCAB
+    assert downloads["someone/tiny"]["revision"] == "step3000"
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # as after `pip install .`
+    with pytest.raises(UserError, match=r"someone/tiny: is not a folder here, and .* pip install"):
+        open_model("someone/tiny")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UserError, match="transformers is not installed - pip install"):
+        open_model(folder("pythia"))
 
 
 def test_a_relative_of_rotary_is_written_as_its_earlier_spelling():
@@ -346,11 +429,13 @@ def test_a_model_of_another_kind_says_why_it_is_none_of_theirs():
     shape = ["num_layers=2", "hidden_size=32", "num_attention_heads=4", "seq_length=64"]
     for name, settings, message in (
         ("GPTNeoX", ["pos_emb=alibi"], "GPTNeoXForCausalLM is another model: .*pos_emb: .*alibi"),
-        ("Llama", [], "LlamaForCausalLM is another model: .*"),
+        ("Llama", [], "LlamaForCausalLM is another model: .*activation: gelu"),
+        ("Mpt", [], "MptForCausalLM is another model: .*pos_emb: "),
         ("GPTNeoX", ["num_key_value_heads=2"], "another model: num_key_value_heads: 2"),
     ):
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match=message) as fault:
             FAMILIES[f"{name}ForCausalLM"].config_of(load([], [*shape, *settings]), VOCAB)
+        assert "NoneType" not in str(fault.value)
 
 
 def test_what_transformers_does_not_take_or_compute_is_one_message(folder, tmp_path):

@@ -191,6 +191,12 @@ def test_a_checkpoint_is_opened_and_imported_with_its_configuration(tmp_path):
     assert opened_as == config
     with pytest.raises(UserError, match="has no configuration with it - give the files of its"):
         open_model(folder)
+    without_layers = tmp_path / "other" / "global_step20"
+    without_layers.mkdir(parents=True)
+    (without_layers / "mp_rank_00_model_states.pt").touch()
+    for place in (without_layers, without_layers.parent):
+        with pytest.raises(UserError, match=r"layer_.*pipe_parallel_size: 0 does not write"):
+            open_model(place, config=config)
     assert import_if_foreign(folder) == folder
     files = import_checkpoint(folder, tmp_path / "run", config=config)
     assert files.compared == {"reason": "no class of transformers has these weights"}

@@ -11,22 +11,28 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
-from megatron.config import load
+from megatron.config import Config, load
 from megatron.errors import UserError
-from megatron.model import GPT
+from megatron.model import GPT, from_config
 from megatron.parallel.context import context_of
-from megatron.parallel.grid import connect
+from megatron.parallel.grid import Grid, connect
 from megatron.positions import REGISTRY
+from megatron.training.optimizer import build_optimizer, learning_rate
 from megatron.training.trainer import Trainer
 from tests.encodings import SAMPLE
-from tests.parallel import tensor_ranks
 from tests.support import of_encoding
 
-LENGTH, END = 32, 0
+LENGTH, END, MICRO, STEPS = 32, 0, 2, 3
 SHAPE = [
     *("num_layers=2", "hidden_size=32", "num_attention_heads=4", f"seq_length={LENGTH}"),
     *("tokenizer_type=CharLevelTokenizer", "hidden_dropout=0"),
+]
+TRAINED = [
+    *("num_layers=2", "hidden_size=32", "num_attention_heads=4", f"seq_length={LENGTH}"),
+    *("hidden_dropout=0", "precision=fp32", "train_iters=9", "optimizer.params.lr=3e-3"),
+    *("gradient_clipping=0.05", f"train_micro_batch_size_per_gpu={MICRO}", "eval_interval=0"),
 ]
 ENGINE = [
     *("train_iters=9", "optimizer.params.lr=3e-3", "gradient_clipping=0.05", "precision=fp32"),
@@ -74,8 +80,24 @@ def text(count: int, seed: int = 0) -> torch.Tensor:
     return ids.masked_fill(torch.rand(ids.shape, generator=draw) < 0.1, END)
 
 
-def model_of(words: list[str]) -> GPT:
-    return tensor_ranks.model_of(load([], [*SHAPE, *words]), END)
+def windows(step: int) -> Tensor:
+    draw = torch.Generator().manual_seed(step)
+    return torch.randint(1, 61, (MICRO, LENGTH + 1), generator=draw)
+
+
+def model_of(config: Config, end_of_document: int | None = END) -> GPT:
+    torch.manual_seed(0)
+    model = from_config(config, 61, end_of_document)
+    draw = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():  # so that no number of an encoding is at a special value
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=draw)
+    return model
+
+
+def gap(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference, beside the largest number."""
+    scale = theirs.abs().max().clamp(min=1e-3)
+    return float(((ours - theirs).abs().max() / scale).item())
 
 
 def cases() -> Iterator[tuple[str, list[str]]]:
@@ -93,21 +115,72 @@ def compare_models(grid, results: dict) -> None:
         except UserError as fault:
             results["refused"][case] = str(fault)
             continue
-        alone = model_of(words).double()
+        config = load([], [*SHAPE, *words])
+        alone = model_of(config).double()
         # A mean over the text: parts have as many targets each.
         loss = alone(ids[:, :-1], ids[:, 1:], mean=True)
         loss.backward()
         for kind, context in contexts.items():
-            shared = model_of(words).double()
+            shared = model_of(config).double()
             shared.context = context
             own_loss = shared(ids[:, :-1], ids[:, 1:], mean=True)
             own_loss.backward()
-            differences = [tensor_ranks.gap(grid.mean(own_loss.detach()), loss.detach())]
+            differences = [gap(grid.mean(own_loss.detach()), loss.detach())]
             for ours, theirs in zip(shared.parameters(), alone.parameters(), strict=True):
                 assert (ours.grad is None) == (theirs.grad is None)
                 if theirs.grad is not None:
-                    differences.append(tensor_ranks.gap(grid.mean(ours.grad), theirs.grad))
+                    differences.append(gap(grid.mean(ours.grad), theirs.grad))
             results["models"][f"{case}, {kind}"] = max(differences)
+
+
+def alone(config: Config) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and norms of some steps by torch alone, and the gradients of the first."""
+    model = model_of(config, None)
+    optimizer = build_optimizer(model, config.optimizer, torch.device("cpu"))
+    numbers, gradients = [], {}
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config.optimizer)
+        ids = windows(step)
+        loss = model(ids[:, :-1], ids[:, 1:], mean=True)
+        loss.backward()
+        if step == 0:
+            for name, parameter in model.named_parameters():
+                gradients[name] = parameter.grad.clone()
+        most = config.optimizer.gradient_clipping
+        norm = nn.utils.clip_grad_norm_(model.parameters(), most)
+        optimizer.step()
+        optimizer.zero_grad()
+        numbers += [loss.item(), norm.item()]
+    return numbers, gradients
+
+
+def compare(grid: Grid, config: Config) -> dict[str, float]:
+    from deepspeed.utils import safe_get_full_grad
+
+    expected, gradients = alone(config)
+    run = Trainer(config, model_of(config, None), grid)
+    numbers, differences = [], {}
+    engine_step = run.engine.step
+
+    def step_after_comparing() -> None:
+        """The engine's first step, before which its gradients are compared."""
+        run.engine.step = engine_step
+        for name, parameter in run.model.named_parameters():
+            gradient = parameter.grad
+            if config.parallel.zero_stage:
+                gradient = safe_get_full_grad(parameter)
+            differences[name] = gap(gradient, gradients[name])
+        engine_step()
+
+    run.engine.step = step_after_comparing
+    for step in range(STEPS):
+        result = run.train_step([windows(step)])
+        numbers += [grid.mean(result.loss).item(), float(result.grad_norm)]
+    for number, theirs in zip(numbers, expected, strict=True):
+        differences["losses"] = max(differences.get("losses", 0), abs(number / theirs - 1))
+    run.engine.destroy()
+    return differences
 
 
 def compare_engines(grid, results: dict) -> None:
@@ -139,15 +212,15 @@ def compare_stages(grid, results: dict, *, everything: bool) -> None:
         for kind, stage in several if everything else [several[index % 8]]:
             words = [f"zero_optimization.stage={stage}", f"cp_comm_type={kind}"]
             words += [*of_encoding(name), "context_parallel_size=2"]
-            config = load([], [*tensor_ranks.SHAPE, *words])
-            differences = tensor_ranks.compare(grid, config)
+            config = load([], [*TRAINED, *words])
+            differences = compare(grid, config)
             results["stages"][f"{name}, {kind}, stage {stage}"] = differences
 
 
 def steps(grid, words: list[str]) -> list[float]:
     """Loss, norm of the gradient before clipping, and the validation's loss after three steps."""
-    words = [*ENGINE, *words]
-    run = Trainer(load([], [*SHAPE, *words]), model_of(words), grid)
+    config = load([], [*SHAPE, *ENGINE, *words])
+    run = Trainer(config, model_of(config), grid)
     numbers = []
     for step in range(3):
         result = run.train_step([text(2, seed=step)])

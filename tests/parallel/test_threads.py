@@ -14,8 +14,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def machine(monkeypatch):
     """A function that sets cores and processes; the number of threads is put back."""
-    launched = (*threads.LOCAL_RANKS, "WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE")
-    for name in (*threads.BY_USER, *launched):
+    for name in threads.BY_USER:
         monkeypatch.delenv(name, raising=False)
     before = torch.get_num_threads()
 
@@ -53,17 +52,6 @@ def test_the_users_number_is_kept_and_a_resumed_run_says_that_it_differs(
     use_threads(LARGE, CPU, before=2)
     assert torch.get_num_threads() == 3
     assert caplog.messages == ["3 thread(s), was 2: last digits will differ"]
-
-
-def test_launchers_say_how_many_processes_share_the_machine(machine, monkeypatch):
-    assert threads.local_processes() == 1
-    for name, value, expected in (
-        ("WORLD_SIZE", "16", 16),
-        ("SLURM_STEP_TASKS_PER_NODE", "2(x3),1", 2),
-        ("LOCAL_WORLD_SIZE", "8", 8),
-    ):
-        monkeypatch.setenv(name, value)
-        assert threads.local_processes() == expected
 
 
 def test_waiting_threads_sleep(monkeypatch):

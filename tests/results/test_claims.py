@@ -251,7 +251,12 @@ def test_accuracies_of_tasks():
     assert only("fox > alibi, accuracy at 4 L (copy)", one_seed).effect.estimate.mean == 0.79
     # The windows of a task are other ones at each length.
     measured += task_rows("fox", [1.0, 0.99, 0.98], length=16, text="cd34")
-    assert only("fox loses at most 10 %, accuracy from L to 4 L (copy)", measured).word == "holds"
+    change = "fox loses at most 10 %, accuracy from L to 4 L (copy)"
+    assert only(change, measured).word == "holds"
+    one_seed = [answer for answer in measured if answer["seed"] == 1]
+    lacking = only(change, [{**answer, "region": f"at {answer['length']}"} for answer in one_seed])
+    assert lacking.word == "no rows"
+    assert "needs 3 seeds" in lacking.reason
     # All or nothing has no spread over seeds. One answer more with each of three may be chance.
     clear = task_rows("a", [1.0, 1.0, 1.0]) + task_rows("b", [0.0, 0.0, 0.0])
     assert only("a > b, accuracy at 64", clear).word == "holds"

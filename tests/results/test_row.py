@@ -1,7 +1,9 @@
 """What makes two rows the same, and which stand in one table."""
 
 import itertools
+import json
 
+import pandas
 import pytest
 
 from megatron.results import read_results
@@ -37,6 +39,29 @@ def test_users_read_a_frame_with_a_line_for_each_row(tmp_path):
     assert frame["window_losses"][0] == texts().tolist()
     assert frame.groupby("pos_emb")["length"].max().to_dict() == {"alibi": 512, "rotary": 1024}
     assert read_results(paths[1]).equals(read_results(str(paths[1])))
+
+
+def test_a_frame_keeps_variants_apart_and_becomes_parquet(tmp_path):
+    path = ROOT / "docs/results/context/1235.jsonl"
+    expected = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        read = json.loads(line)
+        if (read["protocol"], read["pos_emb"], read["length"]) == ("tail", "kerple_log", 4096):
+            expected[read.get("window")] = read["loss"]
+    frame = read_results(path)
+    tail = frame[frame.protocol == "tail"].pivot_table("loss", "label", "length")
+    assert tail.loc["kerple_log, window none", 4096] == expected[None]
+    assert tail.loc["kerple_log, window 128", 4096] == expected["train_length"]
+
+    other = tmp_path / "other.jsonl"
+    layers = rows("rotary", {512: 9.0}, pos_emb_args={"kernels": ["exp", {"exp": 0.5}]}, window=64)
+    write_results(other, [*layers, *rows("alibi", {512: 9.0}, pos_emb_args={})])
+    frame = read_results(path, other)
+    frame.to_parquet(tmp_path / "frame.parquet")
+    again = pandas.read_parquet(tmp_path / "frame.parquet")
+    assert again.loss.tolist() == frame.loss.tolist()
+    assert set(again.window.dropna()) == {"64", "train_length", "32,none"}
+    assert json.loads(again.pos_emb_args.iloc[-2]) == {"kernels": ["exp", {"exp": 0.5}]}
 
 
 def test_a_key_changes_what_it_identifies():

@@ -104,7 +104,5 @@ def test_what_goes_to_the_standard_output_stands_before_what_is_printed(tmp_path
 
 
 def test_help_writes_nothing():
-    for words in (["tools/document_commands.py"], ["-m", "megatron.config.document"]):
-        command = [sys.executable, *words, "--help"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
-        assert done.stdout.startswith("usage: ")
+    for script in ("tools/document_commands.py", "megatron/config/document.py"):
+        assert call(script, "--help").stdout.startswith("usage: ")

@@ -187,7 +187,7 @@ def test_rows_need_a_folder(grid, corpus):
 
 
 ABOUT = {"loss", "perplexity", "loss_stderr", "bits_per_byte", "window_losses", "block_losses"}
-OF_TWO_RANKS = ["zero_optimization.stage=3", "context_parallel_size=2", "model_parallel_size=2"]
+OF_TWO_RANKS = ["zero_optimization.stage=3", "context_parallel_size=2"]
 
 
 @pytest.mark.distributed
