@@ -17,7 +17,7 @@ INSTALLED := $(VENV)/installed
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-data demo-mep_free demo-rotary test test-docs gpu-check fuzz faults results results-cpu results-tasks results-abacus results-atlas results-context results-recipe results-growth results-sinks results-documents results-pretrained encodings lint format docs clean
+.PHONY: demo demo-data demo-mep_free demo-rotary test test-docs gpu-check gpu-check-1 gpu-check-2 gpu-check-3 fuzz faults results results-cpu results-tasks results-abacus results-atlas results-context results-recipe results-growth results-sinks results-documents results-pretrained encodings lint format docs clean
 
 # Everything goes through the commands that a user types. The results are in demo/; an interrupted demo continues where
 # it was. Both encodings are trained at the same time, each on its share of the cores.
@@ -46,19 +46,68 @@ test-docs: $(INSTALLED)
 
 # On a machine with a GPU, with what PYTHON has there: no .venv is made. Tests of the kernels need torch, numpy and
 # pytest (7.4 or newer) alone, and Triton a C compiler at its first launch; what is missing skips a test with its
-# reason. Blocks of at most seven, five and ten minutes, one or all:
+# reason. Blocks of at most seven, eight and ten minutes, one or all:
 #   make gpu-check BLOCK=1
-# Files are written to OUT as it goes. docs/first_gpu.md says what each figure decides. DRY=1 runs the same commands
-# with small sizes on a CPU, in some minutes.
+# Each step has a log in OUT; a step that fails or is stopped at its time ends no other. docs/first_gpu.md says what each
+# figure decides. DRY=1 runs the same commands with small sizes on a CPU, in some minutes.
 # Where nothing can be fetched, DeepSpeed and pydantic come as wheels, made elsewhere by
 # `pip download -d wheels -r requirements.txt`, and
 #   pip install --no-index --no-deps --target site wheels/*.whl && PYTHONPATH=site make gpu-check
 OUT ?= $(if $(DRY),dry,gpu-check)
 BLOCK ?= 1 2 3
-GPU_CHECK = tools/bench/first_gpu.py $(BLOCK) --output $(OUT) $(if $(DRY),--dry) $(if $(DATA),--data $(DATA))
+DATA ?= configs/data/openwebtext2.yml
+TRAINED = configs/125M.yml $(DATA) log_interval=20 eval_interval=0 keep_last_n_checkpoints=1
+STEPS = tools/bench.py rotary kerple_log alibi mep_free --rounds 7 --length 16384
+TERMS = alibi kerple_log kerple_bias_wht fox cable rotary --rounds 7 --attention 512 2048 4096 16384
+EVALUATED = eval_tokens=1048576 --lengths 512 1024 2048 4096 8192 16384
+TRAIN_STEPS = 1000
+ifdef DRY
+export CUDA_VISIBLE_DEVICES :=
+DATA = data_path=$(OUT)/data/docs/docs_text_document
+TRAINED += num_layers=1 hidden_size=32 num_attention_heads=2 seq_length=32 precision=fp32 split=8,1,1 eval_iters=1 \
+	eval_lengths=[32,64] eval_tokens=128 train_batch_size=2 train_micro_batch_size_per_gpu=2
+SMALL = --hidden 32 --layers 1 --heads 2 --vocab 64 --train_length 16 --length 16 --threads 1 --rounds 1
+SHORT = $(SMALL) --attention 32
+EVALUATED = eval_tokens=128 --lengths 32 64
+TRAIN_STEPS = 3
+endif
+# $(call check,SECONDS,NAME,WORDS): one step; a training that is stopped has 20 seconds to write its checkpoint.
+check = -timeout -k 20 $(1) $(PYTHON) $(3) >$(OUT)/$(2).log 2>&1
+tests = $(call check,$(1),$(2),-m pytest -q -rs -p no:cacheprovider -m gpu $(3))
+train = $(call check,100,train_$(1),train.py $(TRAINED) train_iters=$(TRAIN_STEPS) lr_decay_iters=$(TRAIN_STEPS) \
+	configs/pos_emb/$(1).yml save=$(OUT)/runs/$(1) load=$(OUT)/runs/$(1) $(2))
+evaluate = $(call check,60,evaluate_$(1),evaluate.py --checkpoint $(OUT)/runs/$(1) --output $(OUT)/$(1).jsonl $(EVALUATED))
 
-gpu-check:
-	PYTHONPATH=$(CURDIR):$$PYTHONPATH $(PYTHON) $(GPU_CHECK)
+gpu-check: $(BLOCK:%=gpu-check-%)
+
+gpu-check-%: export TEST_GPU = 1
+gpu-check-%: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
+
+gpu-check-1:
+	mkdir -p $(OUT)
+	$(call tests,110,tests_cuda,-x tests/attention/test_cuda.py)
+	$(call tests,130,tests_triton,-x tests/attention/test_triton.py)
+	$(call check,150,attention_first,tools/bench.py alibi kerple_log --flex --rounds 7 --attention 2048 16384 $(SHORT))
+
+gpu-check-2:
+	mkdir -p $(OUT)
+ifdef DRY
+	$(call check,60,data,prepare_data.py --input README.md docs/[a-g]*.md --name docs -t CharLevelTokenizer -d $(OUT)/data)
+endif
+	$(call check,60,steps,$(STEPS) $(SMALL))
+	$(call train,kerple_log,profile=true)
+	$(call evaluate,kerple_log)
+	$(call train,rotary)
+	$(call evaluate,rotary)
+	$(call check,30,table,tools/compare.py $(OUT)/kerple_log.jsonl $(OUT)/rotary.jsonl --against rotary --output $(OUT)/table.md)
+	$(call check,60,attention_64,tools/bench.py $(TERMS) $(SHORT))
+
+gpu-check-3:
+	mkdir -p $(OUT)
+	$(call tests,120,tests_random,tests/attention/test_random.py tests/attention/test_flex.py)
+	$(call tests,180,tests_engine,tests/test_gpu.py tests/test_no_sync.py)
+	$(call train,mep_free,torch_compile=true)
+	$(call check,90,attention_128,tools/bench.py $(TERMS) --hidden 1536 $(SHORT))
 
 # Random and damaged input until something is neither read nor refused, and random shapes and options of attention against
 # its definition: make fuzz FUZZ_EXAMPLES=20000. A failure is printed as an example that can be run again.
@@ -168,7 +217,7 @@ results-tasks results-abacus: $(INSTALLED)
 
 # Speed and memory of every encoding, as in docs/performance.md, in about ten minutes on an idle core.
 encodings: $(INSTALLED)
-	$(PY) tools/bench/step.py --encodings all --hidden 256 --layers 2 --heads 4 --vocab 1024 --threads 1
+	$(PY) tools/bench.py --hidden 256 --layers 2 --heads 4 --vocab 1024 --threads 1
 
 lint: $(INSTALLED)
 	$(PY) -m ruff format --check .

@@ -44,7 +44,7 @@ SMALLER: list[tuple[str, list[str]]] = [
     ("graft.yml", ["train_iters=20", "lr_decay_iters=20"]),
     ("train_iters=60000", [*MODEL, *ONE, "train_iters=4", "lr_decay_iters=4"]),
     ("extrapolation_interval", [*MODEL, *ONE, *EVALUATED, "eval_lengths=512,1024"]),
-    ("profile=true", [*MODEL, *ONE, "train_iters=13", "lr_decay_iters=13"]),
+    ("profile=true", [*MODEL, *ONE, "train_iters=4", "lr_decay_iters=4"]),
     ("num_gpus=2", [*MODEL, *TWO, "save=runs/two"]),
     ("evaluate.py --checkpoint runs/mep --protocol", ["--lengths", "256", "512", *EVALUATED]),
     ("evaluate.py --checkpoint runs/rotary", ["--lengths", "512", "1024", *EVALUATED]),

@@ -1,21 +1,13 @@
-"""What `make gpu-check` runs: it starts where little is installed, and ends in its minutes."""
+"""What `make gpu-check` runs: every GPU test, in its minutes, where little is installed."""
 
-import json
-import os
 import re
-import signal
+import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.support import ROOT, run
-
-sys.path.insert(0, str(ROOT / "tools/bench"))
-
-from first_gpu import GRACE, PLAN, run_command, run_steps, steps
 
 ABSENT = """
 from importlib.machinery import PathFinder
@@ -31,8 +23,7 @@ def find_others(name, path=None, target=None):
 
 PathFinder.find_spec = staticmethod(find_others)
 
-import attention
-import step
+import tools.bench
 """
 
 
@@ -50,7 +41,7 @@ def test_tests_of_kernels_and_benchmarks_need_torch_numpy_and_pytest_alone(tmp_p
         *("-m", "pytest", *options, "-k", "gpu and not compiles or cannot_compute"),
         *sorted(gpu_test_files()),
         env={
-            "PYTHONPATH": f"{ROOT}:{ROOT}/tools/bench:{tmp_path}",
+            "PYTHONPATH": f"{ROOT}:{tmp_path}",
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         },
     )
@@ -63,62 +54,37 @@ def test_tests_of_kernels_and_benchmarks_need_torch_numpy_and_pytest_alone(tmp_p
         assert "could not import" in reason if whole_engine else reason == no_device
 
 
-def test_blocks_have_every_gpu_test_and_seven_five_and_ten_minutes(tmp_path):
+def steps(block):
+    """The commands of a block: seconds, log and words."""
+    listed = subprocess.run(
+        ["make", "-n", "gpu-check", f"BLOCK={block}", "OUT=out"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.replace("\\\n", "")
+    return re.findall(r"^timeout -k 20 (\d+) (.*) >out/(\w+)\.log 2>&1$", listed, re.M)
+
+
+def test_blocks_have_every_gpu_test_and_at_most_seven_eight_and_ten_minutes():
     page = (ROOT / "docs/first_gpu.md").read_text()
-    plan = [step for block in "123" for step in steps(block, tmp_path, ["data.yml"], dry=False)]
-    assert gpu_test_files() <= {word for step in plan for word in step["command"]}
-    for step in plan:
-        name = re.sub("^(train|evaluate)_.*", r"\1_NAME", step["name"])
-        assert f"`{name}`" in page
-    training = next(step for step in plan if step["name"] == "train_rotary")["command"]
-    assert {"train.py", "data.yml", f"save={tmp_path}/runs/rotary"} <= set(training)
-    minutes = {block: (seconds + GRACE) / 60 for block, seconds in PLAN["seconds"].items()}
-    assert minutes == {"1": 7, "2": 5, "3": 10}
-    for minute in (7, 5, 10):
-        assert f"at most {minute} minutes" in page
-
-
-def python(code, name, seconds=60):
-    return {"name": name, "command": [sys.executable, "-c", code], "seconds": seconds}
-
-
-def test_a_block_ends_in_its_time_and_a_summary_says_how_each_step_ended(tmp_path):
-    commands = [
-        python("", "good"),
-        python("raise SystemExit(3)", "failing"),
-        python("import time; time.sleep(600)", "long", 1.5),
-        python("import time; time.sleep(600)", "longer"),
-        python("", "late"),
-    ]
-    records = run_steps(commands, tmp_path, 6.0)
-    assert json.loads((tmp_path / "summary.json").read_text()) == records
-    statuses = {record["name"]: record["status"] for record in records}
-    ends = ("done", "failed", "stopped", "stopped", "not begun")
-    assert statuses == dict(zip(statuses, ends, strict=True))
-
-
-def test_a_signal_ends_the_step_that_runs(tmp_path):
-    pid_file = tmp_path / "pid"
-    line = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-
-    def interrupt():
-        while not (pid_file.exists() and pid_file.read_text()):
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        run_command([sys.executable, "-c", line], tmp_path / "log", 60)
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(pid_file.read_text()), 0)
+    words = set()
+    for block, minutes in (("1", 7), ("2", 8), ("3", 10)):
+        chosen = steps(block)
+        assert chosen
+        assert sum(int(seconds) for seconds, *_ in chosen) <= 60 * minutes
+        assert f"at most {minutes} minutes" in page
+        for _, command, name in chosen:
+            shown = re.sub("^(train|evaluate)_(rotary|kerple_log)", r"\1_NAME", name)
+            assert f"`{shown}`" in page
+            words |= set(command.split())
+    assert gpu_test_files() <= words
+    assert {"configs/data/openwebtext2.yml", "save=out/runs/rotary"} <= words
 
 
 @pytest.mark.campaign
-def test_a_dry_run_of_all_blocks_ends_well(tmp_path):
-    words = ["1", "2", "3", "--dry", "--output", tmp_path]
-    done = run("tools/bench/first_gpu.py", *words, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
-    for name in ("block1/attention_first", "block1/trace", "block2/steps", "block2/attention_64"):
-        assert "conditions" in json.loads((tmp_path / f"{name}.json").read_text())
-    assert "| flex, learned |" in (tmp_path / "block1/attention_first.log").read_text()
-    assert "kerple_log" in (tmp_path / "block2/table.md").read_text()
+def test_a_dry_run_trains_and_compares(tmp_path):
+    make = ["make", "gpu-check", "DRY=1", "BLOCK=2", f"OUT={tmp_path}", f"PYTHON={sys.executable}"]
+    done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert "Error" not in done.stdout + done.stderr
+    assert "kerple_log" in (tmp_path / "table.md").read_text()

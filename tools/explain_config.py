@@ -12,8 +12,6 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 
-import torch
-
 from megatron.cli_errors import command_parser, guarded
 from megatron.config import Config, load
 from megatron.config.document import description
@@ -62,8 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = [] if options.brief else [*key_lines(config, only_given=options.given)]
     vocab = likely_rows(config)
     counted = parameters(config, vocab)
-    kind = "cpu" if options.gpu == "cpu" else "cuda"  # where blocks of logits are larger
-    need = needs(config, vocab, devices, torch.device(kind))
+    need = needs(config, vocab, devices)
     evaluated = evaluation_flops({}, config, vocab)
     steps = config.training.train_iters * groups
     tokens, flops = training_cost(config, vocab, steps)
@@ -75,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"  tokens              {tokens:,}",
         f"  FLOP of training    {flops:.3g}",
         f"  FLOP to evaluate    {evaluated:.3g}, eval_tokens at every length",
-        f"  memory to train     {in_bytes(need.memory)} on each of {devices} device(s)",
+        f"  memory to train     at least {in_bytes(need.memory)} on each of {devices} device(s)",
         f"  disk                {in_bytes(need.disk)}, one checkpoint more than are kept",
         "",
         f"GPU hours to train at {options.mfu:.0%} (--mfu) of the speed below",

@@ -4,17 +4,11 @@ python tools/plot_positions.py                          every encoding that is a
 python tools/plot_positions.py mep_free fire --heads 8
 python tools/plot_positions.py bump --from my_encoding.py --option width=16
 python tools/plot_positions.py --checkpoint runs/mep [--step 2000]
-python tools/plot_positions.py alibi mep_free --figure effective_length
-
---figure derivative draws a kernel and its change from a distance to the next; effective_length,
-in one figure for all, the number of heads whose bias has fallen below -2 (KERPLE, figure 6);
-training, the encoding at six steps of a run, from the learned numbers in its metrics.jsonl.
 """
 
 import logging
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,19 +19,16 @@ from megatron.cli_errors import command_parser, guarded
 from megatron.config.yaml_files import read_overrides
 from megatron.errors import UserError
 from megatron.evaluation.options import number
-from megatron.positions import REGISTRY, DistanceBias, Position, Shape, build, load_file
+from megatron.positions import REGISTRY, DistanceBias, Shape, build, load_file
 from megatron.report.catalogue import example
 from megatron.report.curves import write
 from megatron.report.encoding_figures import (
     NO_PICTURE,
-    derivative_panels,
     draw,
-    effective_panel,
     figures_of_model,
     panels,
-    training_panels,
 )
-from megatron.results.files import PICTURES, training_log
+from megatron.results.files import PICTURES
 
 
 @guarded
@@ -58,8 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--length", type=number(2, 2**20), default=16384, metavar="L", help="distances to draw")
     checkpoints = "folders of runs or of single checkpoints"
     add("--checkpoint", type="path", nargs="+", default=[], metavar="DIR", help=checkpoints)
-    choices = ["shape", "derivative", "effective_length", "training"]
-    add("--figure", choices=choices, default="shape", help="default: shape")
     step = "which checkpoint of the run; default: the latest"
     add("--step", type=int, metavar="N", help=step)
     folder = "default: plots, or plots in the run's folder"
@@ -69,46 +58,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("a checkpoint knows its encoding: give names or --checkpoint, not both")
     if options.output and options.output.suffix in PICTURES:
         parser.error("--output: names the folder of the pictures - give it without a suffix")
-    is_compared = options.figure == "effective_length"
-    if options.output and len(options.checkpoint) > 1 and not is_compared:
+    if options.output and len(options.checkpoint) > 1:
         raise UserError("--output: would hold several runs - give one --checkpoint, or no --output")
-    if options.figure == "training" and not options.checkpoint:
-        raise UserError("--figure training: is of a run - give its folder as --checkpoint")
-    suffix = "" if options.figure == "shape" else f"-{options.figure}"
-    panels_of = derivative_panels if options.figure == "derivative" else panels
 
     logging.basicConfig(level=logging.ERROR)
     if options.file:
         load_file(options.file)
     folder = options.output or Path("plots")
-    compared: dict[str, Position] = {}  # in the figure of effective lengths
     figures = {}
     for run in options.checkpoint:  # what it has learned
         model, config, meta = load_for_evaluation(run, options.step)
-        if is_compared:
-            compared |= {f"{run} {part.label}".rstrip(): part.position for part in model.placed}
-            continue
         checkpoint = Path(meta["path"])
-        if options.figure == "training":
-            log = Path(config.logging.log_dir or checkpoint.parent) / "metrics.jsonl"
-            try:
-                records = [record for record in training_log(log) if "position" in record]
-            except (OSError, ValueError) as fault:
-                message = f"{log}: cannot be read: {fault} - give a run of train.py"
-                raise UserError(message) from None
-            if len(model.positions) > 1 or not records:
-                raise UserError(
-                    f"{log}: has no learned numbers of one encoding for all layers - give the run"
-                    " of an encoding that learns, such as kerple_log"
-                )
-            panels_of = partial(training_panels, records)
         seed = "" if imported_class(meta) else f", seed {config.training.seed}"
         title = f"{config.label}{seed}, step {meta['step']}"
-        drawn = figures_of_model(model, title, options.length, panels_of)
+        drawn = figures_of_model(model, title, options.length)
         if not drawn:
             print(f"{title}: {NO_PICTURE}")
         folder_of_run = options.output or checkpoint.parent / "plots" / checkpoint.name
-        figures |= {folder_of_run / f"{name}{suffix}": figure for name, figure in drawn.items()}
+        figures |= {folder_of_run / name: figure for name, figure in drawn.items()}
 
     # First values of seed 0.
     faults: list[str] = []
@@ -125,14 +92,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.manual_seed(0)
         position = build(name, shape, **settings).eval()
         title = ", ".join([name, *(f"{key}: {value}" for key, value in settings.items())])
-        if is_compared:
-            compared[title] = position
-        elif drawn := panels_of(position, options.length):
-            figures[folder / f"{name}{suffix}"] = draw(drawn, title)
+        if drawn := panels(position, options.length):
+            figures[folder / name] = draw(drawn, title)
         else:
             print(f"{name}: {NO_PICTURE}")
-    if compared:
-        figures[folder / "effective_length"] = draw([effective_panel(compared, options.length)], "")
     for path, figure in figures.items():
         paths = [path.with_name(f"{path.name}.{kind}") for kind in ("png", "svg")]
         for picture in paths:

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from megatron.cli_errors import command_parser, guarded
 from megatron.config.load import DATA_PATHS
 from megatron.config.schema import as_list
@@ -147,11 +145,10 @@ def plan(
     tokens, flops = cost(sweep, states)
     hours = flops / (device.flops_per_second * UTILISATION * count) / 3600
     speed = f"{device.flops_per_second / 1e12:.3g} TFLOP/s, {device.basis}"
-    kind = torch.device("cpu" if device.name.startswith("CPU") else "cuda")
     memory, in_training, weights = 0, 0, 0
     for cell, state in zip(sweep.cells, states, strict=True):
         if state.kind != "done":
-            need = needs(cell.config, likely_rows(cell.config), 1, kind)
+            need = needs(cell.config, likely_rows(cell.config), 1)
             memory = max(memory, need.memory)
             in_training = max(in_training, need.disk)
             weights += FLOAT32 * need.parameters.whole
@@ -160,7 +157,7 @@ def plan(
         f"to do: {tokens / 1e6:,.1f} million tokens of training, {flops:.2e} FLOP with evaluation",
         f"time: {hours:,.2f} hours on {count} x {device.name} "
         f"(assumed: {UTILISATION:.0%} of {speed})",
-        f"memory to train: about {in_bytes(memory)} of each device",
+        f"memory to train: at least {in_bytes(memory)} of each device",
         f"disk: {in_bytes(weights)} for weights, and {in_bytes(count * in_training)} in training",
         "not counted: downloads, tokenising, and the disk for data",
     ]

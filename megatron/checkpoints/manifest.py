@@ -72,7 +72,6 @@ class CheckpointRecord(BaseModel):
     windows_per_step: Count | None = None
     ranks: Count = 1
     threads: Count | None = None
-    skipped: Count = 0
     pending_losses: list[float] = []
     tokenizer: dict[str, Any] | None = None
     corpora: list[dict[str, Any]] = []

@@ -424,9 +424,6 @@ class Training(Section):
     """A repeated run on the same hardware has the same losses, bit for bit. Slower on CUDA."""
     torch_compile: bool = False
     """Compile every layer with torch.compile. Needs a compiler and a minute; no gain on a CPU."""
-    skip_nonfinite: Count = 0
-    """Number of steps that may be skipped, with a log line, because their loss or gradient is not
-    finite; one more stops the run. 0: the first one stops it."""
     exit_interval: Count = 0
     """Save and stop, with exit status 0, after every step that is a multiple of this; 0: never. The
     same command continues, if load is save."""
@@ -669,16 +666,8 @@ class Logging(Section):
     wandb_host: str | None = None
     """Address of your own Weights & Biases server."""
     profile: bool = False
-    """Record steps profile_step_start to profile_step_stop with torch's profiler, as a Chrome trace
-    in the folder `profile` of the run, with the memory that each operation allocates."""
-    profile_step_start: Positive = 10
-    """First step that is recorded."""
-    profile_step_stop: Positive = 12
-    """Last step that is recorded."""
-    profile_ranks: Annotated[tuple[Count, ...], BeforeValidator(as_tuple), Field(min_length=1)] = (
-        0,
-    )
-    """Ranks that record, each in a file of its own."""
+    """Record the third step of a start with torch's profiler, as a Chrome trace `profile.json.gz`
+    in the folder of the run, with the memory that each operation allocates."""
 
 
 class Launch(Section):

@@ -5,8 +5,8 @@ at 0. Values are linear; a bias is cut at -12, where a key gets no attention any
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,13 +32,11 @@ class Panel(NamedTuple):
     """Lines over distance: values [lines, distances], a line for each head or one for all heads.
 
     is_bias: values are added to scores, and so are cut where a key gets no attention any more
-    labels: of the lines, if they are not heads
     """
 
     title: str
     values: Tensor
     is_bias: bool = False
-    labels: Sequence[str] = ()
 
 
 @torch.no_grad()
@@ -76,48 +74,6 @@ def panels(position: Position, length: int) -> list[Panel]:
     return drawn
 
 
-@torch.no_grad()
-def derivative_panels(position: Position, length: int) -> list[Panel]:
-    """A kernel, and its change from a distance to the next; empty without a bias by distance."""
-    bias = position.distance_bias(length)
-    if bias is None:
-        return []
-    kernel = bias.exp()
-    return [Panel("kernel exp(bias)", kernel), Panel("K(d + 1) - K(d)", kernel.diff(dim=1))]
-
-
-@torch.no_grad()
-def training_panels(
-    records: Sequence[Mapping[str, Any]], position: Position, length: int
-) -> list[Panel]:
-    """The first panel of an encoding at up to six steps of its training.
-
-    records: of metrics.jsonl, with the learned numbers; the encoding takes them one by one
-    """
-    parameters = dict(position.named_parameters())
-    drawn = []
-    for index in np.linspace(0, len(records) - 1, min(6, len(records))).astype(int):
-        record = records[index]
-        for name, values in record["position"].items():
-            parameters[name].copy_(torch.tensor(values).view_as(parameters[name]))
-        for panel in panels(position, length)[:1]:
-            drawn.append(panel._replace(title=f"{panel.title}, step {record['step']}"))
-    return drawn
-
-
-@torch.no_grad()
-def effective_panel(positions: Mapping[str, Position], length: int) -> Panel:
-    """Figure 6 of KERPLE: the number of heads whose bias has been below -2 up to a distance."""
-    counts = []
-    for label, position in positions.items():
-        bias = position.distance_bias(length)
-        if bias is None:
-            raise UserError(f"{label}: adds no bias by distance - leave it out of this figure")
-        counts.append((bias.cummin(dim=1).values < THRESHOLD).sum(dim=0))
-    title = "heads whose effective length is at most d"
-    return Panel(title, torch.stack(counts), labels=tuple(positions))
-
-
 def sampled(length: int, count: int) -> Tensor:
     """Distances from 0 to length - 1 that look evenly spaced on a logarithmic axis.
 
@@ -148,9 +104,7 @@ def draw(panels: Sequence[Panel], title: str) -> Figure:
             count, length = panel.values.shape
             distances = sampled(length, 100 if count > 1 else 500)
             axes.set_prop_cycle(color=colours(count).colors if count > 1 else ["black"])
-            lines = axes.plot(distances, panel.values[:, distances].T, linewidth=1.1)
-            if panel.labels:
-                axes.legend(lines, panel.labels)
+            axes.plot(distances, panel.values[:, distances].T, linewidth=1.1)
 
             axes.set_xscale("function", functions=(np.log1p, np.expm1))
             axes.set_xlim(0, length)
@@ -171,7 +125,7 @@ def draw(panels: Sequence[Panel], title: str) -> Figure:
                 axes.set_ylim(CUT, highest + 0.05 * (highest - CUT))
                 axes.set_title(f"{panel.title}, cut at {CUT:g}")
 
-        if heads > 1 and not panels[0].labels:
+        if heads > 1:
             # Heads are numbered from 0, as in the tensors.
             borders = BoundaryNorm(np.arange(heads + 1) - 0.5, heads)
             scale = ScalarMappable(borders, colours(heads))
@@ -187,9 +141,7 @@ def colours(count: int) -> ListedColormap:
     return ListedColormap(colormaps["viridis"](np.linspace(0, 0.9, count)))
 
 
-def figures_of_model(
-    model: GPT, title: str, length: int = 16384, panels: Callable[..., list[Panel]] = panels
-) -> dict[str, Figure]:
+def figures_of_model(model: GPT, title: str, length: int = 16384) -> dict[str, Figure]:
     """The trained encodings of a model on distances below `length`, where they can be drawn."""
     figures = {}
     for placed in model.placed:

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from safetensors.torch import save as serialized
 from torch import Tensor
+from torch.profiler import profile
 
 from megatron.checkpoints.manifest import WEIGHTS
 from megatron.checkpoints.saved import remove_unfinished, with_parent
 from megatron.config import Config
 from megatron.config.schema import Stage, plain
 from megatron.data.parts import Part
-from megatron.errors import UserError
+from megatron.errors import UserError, in_words
 from megatron.folder_lock import owned_folder
 from megatron.model import AttentionSettings, from_config
 from megatron.parallel.context import context_of
@@ -32,7 +33,6 @@ from megatron.training.checkpoint import full_weights
 from megatron.training.fits import check_fits
 from megatron.training.metrics import TrainingLog, lacks_validation, peak_memory
 from megatron.training.optimizer import learning_rate
-from megatron.training.profiling import Profiling
 from megatron.training.resume import resume
 from megatron.training.start import Start, match_weights, starting_point, with_schedule
 from megatron.training.stop import Stop
@@ -41,6 +41,7 @@ from megatron.training.trainer import StepResult, Trainer
 logger = logging.getLogger(__name__)
 
 LOST_WORKER = "DataLoader worker"  # how torch's message about a lost process begins
+TRACED = 3  # the step of a start that `profile` records; torch prepares itself in the first
 REFUSED = "does not have a deterministic implementation"  # torch's words
 
 
@@ -87,7 +88,7 @@ def train(config: Config, grid: Grid) -> Path | None:
         run = Run(config, grid, parts, facts, start)
         trainer, losses, stop = run.trainer, run.losses, run.stop
 
-        with contextlib.closing(run.log), stop, run.profiling:
+        with contextlib.closing(run.log), stop:
             if start.before is None and checkpoint.is_saved(0, config.checkpoint):
                 saved = run.save()
             if unvalidated:
@@ -99,7 +100,8 @@ def train(config: Config, grid: Grid) -> Path | None:
                 if stop.reason is not None:
                     break
                 run.enter_stage(step)
-                with run.profiling.step(step):
+                traced = config.logging.profile and grid.first and step == start.step + TRACED
+                with run.trace() if traced else contextlib.nullcontext():
                     result = trainer.train_step(run.batches.next_step(length_of_step(config, step)))
                 losses.add(step, result)
 
@@ -113,8 +115,7 @@ def train(config: Config, grid: Grid) -> Path | None:
                     run.keeper.follow(losses.check())
                 if logs:
                     tokens = run.batches.used * config.model.seq_length
-                    skipped = {"skipped": losses.skipped} if losses.skipped else {}
-                    run.log.step(trainer, result, losses.take_mean(), {"tokens": tokens} | skipped)
+                    run.log.step(trainer, result, losses.take_mean(), {"tokens": tokens})
                 if validates:
                     # Before the checkpoint: after a validation that is not finite none is written.
                     run.validate()
@@ -218,7 +219,7 @@ class Run:
         with shared_faults(grid):
             self.log = TrainingLog(config, grid, log_folder, vocab, start.record, facts)
         self.stop = Stop(grid, steps=training.exit_interval, minutes=training.exit_duration)
-        self.profiling = Profiling(settings, log_folder, grid, done=start.step)
+        self.folder = log_folder or Path()
 
     def enter_stage(self, step: int) -> None:
         """Let the model be that of a step's stage, before the step."""
@@ -237,6 +238,19 @@ class Run:
         record["threads"] = torch.get_num_threads()
         with self.log.paused():
             return self.keeper.save(self.trainer, record)
+
+    @contextlib.contextmanager
+    def trace(self) -> Iterator[None]:
+        """Record what happens within, in the run's folder; without that a warning."""
+        path = self.folder / "profile.json.gz"
+        with profile(record_shapes=True, profile_memory=True) as profiler:
+            yield
+        try:
+            profiler.export_chrome_trace(str(path))
+        except OSError as fault:
+            logger.warning(f"profile: {in_words(fault)} - training goes on without a trace")
+        else:
+            logger.info(f"profile: {path}, for https://ui.perfetto.dev")
 
     def extrapolate(self, step: int) -> None:
         """Write evaluate.py's rows of these weights if they are due; existing ones are kept."""
@@ -280,7 +294,7 @@ class Losses:
     """Losses since the last log line, and the rule for one that is not finite.
 
     Every rank calls each method at the same step. record: checkpoint.json of the start, which holds
-    mean losses that were not logged yet, and the number of skipped steps
+    mean losses that were not logged yet
     """
 
     def __init__(self, config: Config, grid: Grid, record: Mapping[str, Any]) -> None:
@@ -288,15 +302,13 @@ class Losses:
         pending = record.get("pending_losses", ())
         self.means = [torch.tensor(loss, device=grid.device) for loss in pending]
         self.unchecked: list[tuple[int, Tensor]] = []  # steps, and [loss, norm] of this rank
-        self.skipped: int = record.get("skipped", 0)
 
     def record(self) -> dict[str, Any]:
         """Entries of checkpoint.json."""
         pending = [loss.item() for loss in self.means]
-        return {"pending_losses": pending, "skipped": self.skipped}
+        return {"pending_losses": pending}
 
     def add(self, step: int, result: StepResult) -> None:
-        """Raises UserError if more steps were skipped than skip_nonfinite allows."""
         norm = result.grad_norm
         if norm is None or self.config.precision.dtype == "fp16":
             norm = 0.0  # in fp16 a loss scale that is too large is no fault of the step
@@ -304,15 +316,7 @@ class Losses:
             # Filled on the device: a copy from the host would wait for it.
             norm = torch.full((), norm, device=self.grid.device)
         numbers = torch.stack([result.loss.float(), norm.float()])
-        if not result.skipped:
-            self.unchecked.append((step, numbers))
-            return
-        self.skipped += 1
-        limit = self.config.training.skip_nonfinite
-        message = f"{self._describe(step, numbers)}: skipped, {self.skipped} of {limit}"
-        if self.skipped > limit:
-            raise UserError(f"{message} (skip_nonfinite) - {checkpoint.CURE}")
-        logger.warning(message)
+        self.unchecked.append((step, numbers))
 
     def check(self) -> list[tuple[int, float]]:
         """Steps since the last check with their mean losses over all ranks.
@@ -327,15 +331,15 @@ class Losses:
         finite = means.isfinite().all(dim=1).tolist()
         if not all(finite):
             number = self._describe(*self.unchecked[finite.index(False)])
-            raise UserError(f"{number} - {checkpoint.CURE}, or set skip_nonfinite")
+            raise UserError(f"{number} - {checkpoint.CURE}")
         losses = means[:, 0]
         self.means += list(losses)
         self.unchecked.clear()
         return list(zip(steps, losses.tolist(), strict=True))
 
     def take_mean(self) -> float:
-        """The mean since the last log line; NaN if all steps were skipped."""
-        mean = torch.stack(self.means).mean().item() if self.means else math.nan
+        """The mean since the last log line."""
+        mean = torch.stack(self.means).mean().item()
         self.means.clear()
         return mean
 

@@ -34,14 +34,11 @@ class StepResult(NamedTuple):
     """Numbers of a step. loss: the mean over this rank's micro batches, []
 
     grad_norm: of the whole gradient before clipping
-    skipped: whether nothing changed on any rank, because the loss or the gradient of some rank is
-    not finite and skip_nonfinite allows it. A loss scale of fp16 that is too large does not count
     """
 
     loss: Tensor
     lr: float
     grad_norm: Tensor | float | None
-    skipped: bool
 
 
 class Trainer:
@@ -50,7 +47,6 @@ class Trainer:
     def __init__(self, config: Config, model: GPT, grid: Grid) -> None:
         self.config, self.grid = config, grid
         self.step = 0
-        self.skips = config.training.skip_nonfinite > 0
         self.context = context_of(grid, config.parallel.cp_comm_type)
         model.context = self.context
         model.to(grid.device)
@@ -101,25 +97,14 @@ class Trainer:
         for batch in micro_batches:
             loss = self.losses(batch, mean=True)
             total += loss.detach() / len(micro_batches)
-            if self.skips:
-                # An infinite loss may have finite gradients. NaN reaches every rank with them, so
-                # all ranks skip without another exchange.
-                loss = loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
             engine.backward(loss)
             if not engine.is_gradient_accumulation_boundary():
                 engine.step()
 
         norm = None  # of the whole gradient before clipping
-        skipped = False
         if not engine.zero_optimization():
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
             norm = torch.nn.utils.get_total_norm(gradients)
-            skipped = self.skips and not norm.isfinite()
-        groups = [dict(group) for group in optimizer.param_groups]
-        hook = None
-        if skipped:
-            # The optimizer finds no gradients. Not earlier: DeepSpeed's clipping needs them.
-            hook = optimizer.register_step_pre_hook(lambda *_: engine.zero_grad())
         try:
             engine.step()
         except Exception as fault:  # DeepSpeed raises no narrower kind
@@ -129,10 +114,6 @@ class Trainer:
                 f"fp16: the gradient at step {self.step + 1} is not finite at the smallest loss"
                 " scale - lower optimizer.params.lr, raise warmup, or use precision: bf16"
             ) from None
-        if hook is not None:
-            hook.remove()
-            for group, values in zip(optimizer.param_groups, groups, strict=True):
-                group.update(values)  # apex counts its steps here
         self.step += 1
 
         small = getattr(optimizer, "persistent_parameters", [])
@@ -141,11 +122,7 @@ class Trainer:
         self.restore_exact_positions()
         if norm is None:
             norm = engine.get_global_grad_norm()
-            skipped = self.skips and optimizer.overflow
-        if skipped and config.precision.dtype == "fp16":
-            # Not for a loss scale that is too large.
-            skipped = not self.grid.mean(total).isfinite().item()
-        return StepResult(total, lr, norm, bool(skipped))
+        return StepResult(total, lr, norm)
 
     def losses(self, batch: Tensor, *, mean: bool = False) -> Tensor:
         """Cross entropy of each next token in float32, or with `mean` their mean, [].

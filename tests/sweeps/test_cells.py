@@ -6,15 +6,12 @@ import os
 from dataclasses import replace
 
 import pytest
-import torch
 
 from megatron.config import load
 from megatron.errors import UserError
 from megatron.results.files import read_rows, write_lines
 from megatron.sweeps.cells import collect, find_sweep, load_sweep, state_of
 from megatron.sweeps.runner import Runner
-from megatron.training.batches import likely_rows
-from megatron.training.fits import needs
 from tests.results.rows import rows
 from tests.support import ROOT, call
 from tests.sweeps.conftest import SWEEP
@@ -54,9 +51,6 @@ def test_every_cell_of_every_shipped_sweep_is_a_training_of_its_own(path):
     if path.stem == "kerple_one":  # its runs are table 3's
         table_3 = load_sweep("kerple_table3", only=["data=github", "seed=1235"]).cells
         assert [cell.config.hash for cell in cells] == [cell.config.hash for cell in table_3]
-    # Activations were up to 1.6 times the estimate.
-    need = needs(cells[0].config, likely_rows(cells[0].config), 1, torch.device("cuda"))
-    assert need.state + 1.6 * need.activations < 80e9
 
 
 def test_a_list_in_a_rule_gives_several_values(tmp_path):

@@ -1,22 +1,12 @@
 """The pictures: the numbers behind them, their files, and a message where one is missing."""
 
-import json
-from math import exp
-from pathlib import Path
 from xml.etree import ElementTree
 
 import torch
 
 from megatron.positions import REGISTRY, Shape, build
 from megatron.report.curves import write
-from megatron.report.encoding_figures import (
-    derivative_panels,
-    draw,
-    effective_panel,
-    panels,
-    sampled,
-    training_panels,
-)
+from megatron.report.encoding_figures import draw, panels, sampled
 from tests.checkpoints import checkpoint_of_bytes
 from tests.support import NEEDED
 from tools.plot_positions import main
@@ -75,47 +65,3 @@ def test_a_checkpoint_gives_its_encodings(tmp_path, capsys):
     checkpoint_of_bytes(tmp_path / "none", *SHAPE, "pos_emb=none")
     assert main(["--checkpoint", str(tmp_path / "none")]) == 0
     assert "none, seed 1234, step 10: nothing to draw" in capsys.readouterr().out
-
-
-def test_an_effective_length_is_where_the_bias_falls_below_minus_2():
-    """KERPLE, appendix A.5: -s d < -2 from d > 2 / s on, -p log(1 + a d) from (e^(2/p) - 1) / a."""
-    log = build("kerple_log", SMALL, p=[2.0, 1.0, 0.5, 0.01], a=[0.3, 0.3, 0.3, 0.3])
-    panel = effective_panel({"alibi": build("alibi", SMALL), "log": log}, 1000)
-    assert panel.labels == ("alibi", "log")
-    ends = [[8, 32, 128, 512], [(exp(2 / p) - 1) / 0.3 for p in (2.0, 1.0, 0.5)]]
-    for counts, ends_of_encoding in zip(panel.values, ends, strict=True):
-        expected = [sum(end < distance for end in ends_of_encoding) for distance in range(1000)]
-        assert counts.tolist() == expected
-
-
-def test_a_derivative_is_that_of_the_kernel():
-    _, change = derivative_panels(build("alibi", SMALL), 100)
-    distance = torch.arange(99)
-    expected = (exp(-0.25) - 1) * torch.exp(-0.25 * distance)
-    torch.testing.assert_close(change.values[0], expected, rtol=0, atol=1e-6)
-    assert derivative_panels(build("rotary", SMALL), 100) == []
-
-
-def test_a_training_is_drawn_from_the_numbers_of_its_log(tmp_path):
-    checkpoint_of_bytes(tmp_path, *SHAPE, "pos_emb=kerple_log")
-    records = [{"step": 5, "position": {"p": [1.0] * 4, "a": [0.1] * 4}}]
-    records.append({"step": 10, "position": {"p": [2.0] * 4, "a": [0.2] * 4}})
-    (tmp_path / "metrics.jsonl").write_text(
-        "".join(json.dumps(record) + "\n" for record in records)
-    )
-    assert main(["--checkpoint", str(tmp_path), "--figure", "training", "--length", "100"]) == 0
-    assert (tmp_path / "plots/global_step10/encoding-training.svg").exists()
-    plotted = training_panels(records, build("kerple_log", SMALL), 100)
-    assert [panel.title for panel in plotted] == ["bias, step 5", "bias, step 10"]
-    expected = -2 * torch.log1p(0.2 * torch.arange(100))
-    torch.testing.assert_close(plotted[1].values[1], expected, rtol=0, atol=1e-5)
-
-
-def test_a_figure_of_several_runs_has_a_line_for_each(tmp_path):
-    words = ["--figure", "effective_length", "-o", str(tmp_path), "--checkpoint"]
-    runs = [str(tmp_path / f"{name}/run") for name in ("alibi", "t5")]
-    for run, name in zip(runs, ("alibi", "t5"), strict=True):
-        checkpoint_of_bytes(Path(run), *SHAPE, f"pos_emb={name}")
-    assert main([*words, *runs]) == 0
-    text = (tmp_path / "effective_length.svg").read_text()
-    assert all(run in text for run in runs)

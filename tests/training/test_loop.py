@@ -1,5 +1,7 @@
 """What a run writes and logs, how it ends, and what it never writes."""
 
+import gzip
+import json
 import math
 import multiprocessing
 import os
@@ -8,7 +10,6 @@ import signal
 import pytest
 import torch
 
-from megatron.checkpoints.manifest import read_record
 from megatron.checkpoints.saved import latest_step, steps_in
 from megatron.config import load
 from megatron.errors import UserError
@@ -18,7 +19,7 @@ from megatron.training import checkpoint, loop
 from megatron.training.checkpoint import full_weights
 from megatron.training.loop import train
 from megatron.training.trainer import Trainer, use_deterministic_algorithms
-from tests.training.conftest import MODEL, VOCAB, records, settings, tiny
+from tests.training.conftest import MODEL, check_same, records, settings, tiny
 
 POISON = 60
 """A token whose embedding is so large that its square is infinite: its window's loss is NaN."""
@@ -146,6 +147,23 @@ def test_an_operation_that_cannot_be_repeated_is_named(
     )
 
 
+def test_a_trace_holds_the_third_step_and_changes_no_loss(grid, corpus, tmp_path):
+    plain, traced = tmp_path / "plain", tmp_path / "traced"
+    train(settings(corpus, plain, "train_iters=4"), grid)
+    train(settings(corpus, traced, "train_iters=4", "profile=true"), grid)
+    with gzip.open(traced / "profile.json.gz") as file:
+        names = [event["name"] for event in json.load(file)["traceEvents"]]
+    assert {"aten::mm", "[memory]"} <= set(names)
+    assert names.count("Optimizer.step#AdamW.step") == 1
+    check_same(plain, traced)
+
+
+def test_a_trace_that_cannot_be_written_is_a_warning(grid, corpus, tmp_path, caplog):
+    (tmp_path / "profile.json.gz").mkdir()
+    train(settings(corpus, tmp_path, "train_iters=3", "profile=true"), grid)
+    assert any(message.startswith("profile: ") for message in caplog.messages)
+
+
 # --- losses that are not finite -------------------------------------------------------------------
 
 
@@ -165,39 +183,6 @@ def batch(*, poison: bool) -> torch.Tensor:
     return ids
 
 
-def state(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Weights, numbers that the encoding computes with, and the optimizer's averages."""
-    tensors = {name: weight.clone() for name, weight in full_weights(trainer).items()}
-    tensors |= {f"learned {name}": value.clone() for name, value in trainer.model.learned().items()}
-    optimizer = trainer.engine.optimizer
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer  # that which ZeRO wraps
-    for index, averages in enumerate(optimizer.state.values()):
-        for name, value in averages.items():
-            tensors[f"{index}.{name}"] = torch.as_tensor(value).clone()
-    return tensors
-
-
-@pytest.mark.parametrize("how", ["", "precision=bf16", "zero_optimization.stage=3"])
-def test_a_skipped_step_changes_nothing_but_the_count_of_steps(grid, how):
-    words = ["pos_emb=mep_param", "skip_nonfinite=2", "gradient_accumulation_steps=2"]
-    config = load([], tiny("train_iters=100", *words, *filter(None, [how])))
-    trainer = Trainer(config, poisoned(config, VOCAB), grid)
-    good, bad = batch(poison=False), batch(poison=True)
-    assert not trainer.train_step([good, good]).skipped
-    before = state(trainer)
-    result = trainer.train_step([bad, good])
-    assert result.skipped
-    assert not result.loss.isfinite()
-    after = state(trainer)
-    assert trainer.step == 2
-    assert before.keys() == after.keys()
-    for name, value in before.items():
-        assert torch.equal(after[name], value), name
-    assert not trainer.train_step([good, good]).skipped
-    assert any(not torch.equal(value, after[name]) for name, value in state(trainer).items())
-
-
 def lettered(letters, folder, *more: str):
     paths = [f"data_path={letters}", f"save={folder}", f"load={folder}"]
     shape = ["train_micro_batch_size_per_gpu=2", "split=[1, 0, 0]"]
@@ -213,27 +198,10 @@ def test_a_loss_that_is_not_finite_is_named_and_nothing_is_saved_from_there(
     grid, letters, tmp_path, poison
 ):
     config = lettered(letters, tmp_path, "train_iters=24", "save_interval=2", "log_interval=50")
-    with pytest.raises(
-        UserError, match=r"loss: nan at step \d+ on rank 0 - .* skip_nonfinite$"
-    ) as f:
+    with pytest.raises(UserError, match=r"loss: nan at step \d+ on rank 0 - ") as f:
         train(config, grid)
     last = latest_step(tmp_path)
     assert last is None or last < int(str(f.value).split()[4])
-
-
-def test_skipped_steps_are_counted_and_the_count_survives_resuming(
-    grid, letters, tmp_path, poison, caplog
-):
-    words = ["train_iters=24", "skip_nonfinite=9", "log_interval=4"]
-    train(lettered(letters, tmp_path, *words, "exit_interval=12"), grid)
-    train(lettered(letters, tmp_path, *words), grid)
-    skipped = read_record(tmp_path / "global_step24")["skipped"]
-    assert read_record(tmp_path / "global_step12")["skipped"] in range(1, skipped + 1)
-    assert sum(" on rank 0: skipped, " in message for message in caplog.messages) == skipped
-    assert records(tmp_path)[24]["skipped"] == skipped
-    assert all(record["loss"] is not None for record in records(tmp_path).values())
-    with pytest.raises(UserError, match=r"skipped, 2 of 1 \(skip_nonfinite\) - "):
-        train(lettered(letters, tmp_path / "few", *words, "skip_nonfinite=1"), grid)
 
 
 def test_a_validation_that_is_not_finite_stops_the_run_before_anything_is_overwritten(

@@ -1,0 +1,272 @@
+"""Time and memory of encodings: of training steps and evaluation, or of attention alone.
+
+python tools/bench.py --threads 1 --hidden 256 --layers 2 --heads 4 --vocab 1024
+python tools/bench.py alibi kerple_log --attention 512 2048 4096 --threads 1
+
+Without names, every encoding is measured with the options of its file in configs/pos_emb, and
+rotary first. A step is forward, backward, clipping and torch's fused AdamW, in float32 on the CPU
+and in bfloat16 on CUDA; DeepSpeed and the loader are not in it. Attention has no projections.
+
+Every round runs each encoding once, beginning with another one. A ratio is to the first line in the
+same round; the table shows the median. On the CPU the clock is CPU time of all threads. Memory is
+what a call takes beyond its inputs; on the CPU, how far the process grows.
+"""
+
+import argparse
+import ctypes
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import flex_attention
+
+from megatron.attention.flex import CALLS, flex
+from megatron.cli_errors import command_parser, guarded
+from megatron.commit import commit
+from megatron.errors import UserError
+from megatron.files import ROOT
+from megatron.model import GPT
+from megatron.model.block import attend_with_encoding
+from megatron.model.gpt import LayerPlan, attention_inputs
+from megatron.model.settings import Architecture, AttentionSettings
+from megatron.positions import REGISTRY, Position, Shape, build, options_of
+from megatron.positions.registry import encoding_called
+
+ON_GPU = torch.cuda.is_available()
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
+SHORTEST = 20  # milliseconds that one measurement lasts at least, by repeating the call
+SIZES = {"hidden": 768, "layers": 12, "heads": 12, "vocab": 50304, "train_length": 512}
+PLAIN, FLEX = "plain attention", ", flex_attention"
+Call = Callable[[], Any]
+Settings = dict[str, Any]
+
+
+@guarded
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command_parser(__doc__)
+    add = parser.add_argument
+    add("encodings", nargs="*", metavar="NAME", help="default: all")
+    lengths = "measure attention alone at these lengths, beside scaled_dot_product_attention"
+    add("--attention", nargs="+", type=int, default=[], metavar="L", help=lengths)
+    add("--flex", action="store_true", help="with --attention: also torch's, compiled")
+    threads = "on the CPU; 1 gives the least noise"
+    add("--threads", type=int, default=torch.get_num_threads(), metavar="N", help=threads)
+    add("--rounds", type=int, default=9, metavar="N", help="default: %(default)s")
+    batch = "windows of a step; default: %(default)s"
+    add("--batch", type=int, default=32 if ON_GPU else 1, metavar="WINDOWS", help=batch)
+    add("--length", type=int, default=4096, metavar="L", help="tokens to evaluate")
+    for name, size in SIZES.items():
+        add(f"--{name}", type=int, default=size, help="default: %(default)s")
+    options = parser.parse_args(argv)
+    if options.hidden % options.heads:
+        raise UserError(f"--hidden: {options.hidden} cannot be split over --heads {options.heads}")
+    torch.set_flush_denormal(True)
+    torch.set_num_threads(options.threads)
+    settings = {name: {} for name in options.encodings}
+    if not settings:
+        longest = max(options.length, options.train_length, *options.attention)
+        for name in ["rotary", *sorted(REGISTRY)]:
+            settings[name] = options_in_file(name, longest)
+    if options.attention:
+        flexed = {name + FLEX: own for name, own in settings.items() if options.flex}
+        settings = {PLAIN: {}} | settings | flexed
+    print(conditions())
+
+    groups = {
+        f"step of {options.batch} x {options.train_length} tokens": partial(step, options),
+        f"evaluation of {options.length} tokens": partial(evaluation, options),
+    }
+    if options.attention:
+        groups = {}
+        for length in options.attention:
+            groups[f"attention, {length}"] = partial(attention, options, length, False)
+            groups[f"attention and backward, {length}"] = partial(attention, options, length, True)
+    finished = [measure(title, make, settings, options.rounds) for title, make in groups.items()]
+    return 0 if all(finished) else 1
+
+
+def options_in_file(name: str, longest: int) -> dict[str, Any]:
+    """pos_emb_args of the encoding's file, with a row for every position of a table of rows."""
+    from megatron.config.yaml_files import read_file  # needs PyYAML
+
+    file = ROOT / "configs/pos_emb" / f"{name}.yml"
+    options = dict(read_file(file).get("pos_emb_args") or {})
+    if "max_positions" in options_of(name):
+        options["max_positions"] = longest
+    return options
+
+
+def encodings(
+    options: argparse.Namespace, name: str, settings: Settings, layers: int = 1
+) -> list[Position]:
+    """One encoding for all layers, or one for each."""
+    torch.manual_seed(0)
+    heads, hidden = options.heads, options.hidden
+    shape = Shape(heads, hidden // heads, hidden, options.train_length)
+    count = layers if encoding_called(name).per_layer else 1
+    return [build(name, shape, **settings) for _ in range(count)]
+
+
+def model(options: argparse.Namespace, name: str, settings: Settings) -> GPT:
+    architecture = Architecture(
+        hidden_size=options.hidden,
+        num_layers=options.layers,
+        num_attention_heads=options.heads,
+        seq_length=options.train_length,
+        heads_per_query=encoding_called(name).heads_per_query,
+    )
+    positions = encodings(options, name, settings, options.layers)
+    gpt = GPT(architecture, AttentionSettings(), positions=positions, vocab=options.vocab)
+    gpt.to(DEVICE, DTYPE).positions.float()
+    return gpt
+
+
+def step(options: argparse.Namespace, name: str, settings: Settings) -> Call:
+    gpt = model(options, name, settings)
+    ids = torch.randint(options.vocab, (options.batch, options.train_length + 1), device=DEVICE)
+    optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
+
+    def call() -> None:
+        gpt(ids[:, :-1], labels=ids[:, 1:], mean=True).backward()
+        torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return call
+
+
+def evaluation(options: argparse.Namespace, name: str, settings: Settings) -> Call:
+    gpt = model(options, name, settings).eval()
+    ids = torch.randint(options.vocab, (1, options.length + 1), device=DEVICE)
+    return torch.inference_mode()(partial(gpt, ids[:, :-1], labels=ids[:, 1:]))
+
+
+def attention(
+    options: argparse.Namespace, length: int, backward: bool, name: str, settings: Settings
+) -> Call:
+    """Attention of one text with an encoding, whose tables are computed in each call."""
+    heads, hidden = options.heads, options.hidden
+    q, k, v, gradient = torch.randn(4, 1, heads, length, hidden // heads).to(DEVICE, DTYPE)
+    x = torch.randn(1, length, hidden).to(DEVICE, DTYPE)
+    leaves = [q, k, v]
+    if name == PLAIN:
+        compute = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+    else:
+        [position] = encodings(options, name.removesuffix(FLEX), settings)
+        position.to(DEVICE).prepare(length)
+        leaves += position.parameters()
+        plan = LayerPlan(position, "", None, None, "auto")
+
+        def compute() -> torch.Tensor:
+            text = slice(0, length)
+            inputs = attention_inputs([plan], AttentionSettings(), text, length, None)[plan]
+            return attend_with_encoding(q, k, v, x, inputs)
+
+        if name.endswith(FLEX):
+            compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
+            _, mask = flex(position, length, x=x, applied=CALLS)
+
+            def compute() -> torch.Tensor:
+                score_mod, _ = flex(position, length, x=x, applied=CALLS, block_mask=mask)
+                turned = position.on_queries_keys(q, k)
+                return compiled(*turned, v, score_mod=score_mod, block_mask=mask)
+
+    if not backward:
+        return torch.no_grad()(compute)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    return lambda: torch.autograd.grad(compute(), leaves, gradient, allow_unused=True)
+
+
+def measure(
+    title: str, make: Callable[[str, Settings], Call], encodings: dict[str, Settings], rounds: int
+) -> bool:
+    """Print a table of what the encodings' calls take; whether all of them can run."""
+    running, peaks, reasons = deque(), {}, {}
+    for name, settings in encodings.items():
+        print(name, file=sys.stderr, flush=True)
+        try:
+            call = make(name, settings)
+            call()
+        except Exception as fault:  # of an encoding, a compiler or a device
+            reasons[name] = str(fault).partition("\n")[0]
+            continue
+        peaks[name] = peak(call)
+        running.append((name, call, 1 + int(SHORTEST / max(milliseconds(call, 1), 0.2))))
+    times = {name: [] for name in peaks}
+    for _ in range(rounds):
+        for name, call, repeats in running:
+            times[name].append(milliseconds(call, repeats))
+        running.rotate(-1)
+
+    print(f"#### {title}\n\n|  | ms | time | MiB |\n| --- | ---: | ---: | ---: |")
+    first = next(iter(times.values()), [])
+    for name in encodings:
+        if name in reasons:
+            print(f"| {name} | {reasons[name]} | - | - |")
+            continue
+        ratio = np.median(np.divide(times[name], first))
+        mebibytes = peaks[name] / 2**20
+        print(f"| {name} | {np.median(times[name]):,.2f} | {ratio:.3g} | {mebibytes:,.0f} |")
+    print(flush=True)
+    return not reasons
+
+
+def milliseconds(call: Call, repeats: int) -> float:
+    """Of one call, the mean of `repeats`."""
+    begin = clock()
+    for _ in range(repeats):
+        call()
+    return (clock() - begin) * 1000 / repeats
+
+
+def clock() -> float:
+    """Seconds of the CPU; with a GPU, of the wall when it is idle."""
+    if not ON_GPU:
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def peak(call: Call) -> int:
+    """Bytes that a call takes beyond its inputs."""
+    if ON_GPU:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        return torch.cuda.max_memory_allocated() - before
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier calls freed is no longer this process's
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+    before = resident_peak()
+    call()
+    return resident_peak() - before
+
+
+def resident_peak() -> int:
+    """The most bytes that this process had since its peak was forgotten, unlike ru_maxrss."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024
+
+
+def conditions() -> str:
+    """The command and what its figures depend on."""
+    hardware = "CPU"
+    if ON_GPU:
+        hardware = torch.cuda.get_device_name()
+    elif names := re.findall("model name.*: (.*)", Path("/proc/cpuinfo").read_text()):
+        hardware = names[0]
+    settings = f"torch {torch.__version__}, threads {torch.get_num_threads()}"
+    origin = f"commit {commit()}, {time.strftime('%Y-%m-%d')}"
+    return f"`python {' '.join(sys.argv)}`  \n{hardware}, {settings}, {origin}\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
