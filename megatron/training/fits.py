@@ -33,7 +33,7 @@ from megatron.training.trainer import shares_of
 
 ADAM = 8  # bytes of a number: two float32 averages
 FLOAT32 = 4
-CHECKPOINT = 16  # bytes of a number in a checkpoint: float32 weights, the engine's copy, Adam's two
+CHECKPOINT = 12  # bytes of a number in a checkpoint: float32 weights and Adam's two averages
 SMALLEST_DEVICE = 2_000_000_000  # bytes; asking a CUDA device takes a second
 
 
