@@ -77,8 +77,6 @@ class CheckpointRecord(BaseModel):
     corpora: list[dict[str, Any]] = []
     parent: Parent | None = None
     parent_model: str | None = None
-    proven: Count | None = None
-    usual_loss: float | None = None
     # It becomes a part of an address and the name of a folder.
     wandb: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
     files: dict[Annotated[str, Field(pattern=r"^[^/\x00]+$")], FileEntry] = {}

@@ -609,8 +609,7 @@ class Checkpoint(Section):
     """Further steps to save at, for example [0, 10, 100]; 0: the initial weights.
     keep_last_n_checkpoints never deletes these."""
     keep_last_n_checkpoints: Positive | None = None
-    """Number of checkpoints to keep. Those of extra_save_iters stay too, and the newest one that a
-    usual loss has followed. Unset: all stay."""
+    """Number of checkpoints to keep. Those of extra_save_iters stay too. Unset: all stay."""
 
 
 class Evaluation(Section):

@@ -1,4 +1,4 @@
-"""Save a training, and keep the checkpoints that are needed.
+"""Save a training, and delete the checkpoints that are too old.
 
 SAVE/latest                                 name of the newest folder
 SAVE/global_step100/model.safetensors       weights in float32, by our names
@@ -10,8 +10,7 @@ SAVE/global_step100/model.safetensors       weights in float32, by our names
 """
 
 import logging
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,8 +29,6 @@ logger = logging.getLogger(__name__)
 
 CURE = "lower optimizer.params.lr, raise warmup, or use precision: fp32"
 SHOWN = 3  # names in a message
-EXPLODED = 1.0  # nats above the usual loss: e times the perplexity
-FOLLOWS = 0.1  # weight of a loss in the usual one
 
 
 def save(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> Path:
@@ -143,87 +140,16 @@ def is_saved(step: int, settings: Checkpoint) -> bool:
     return power == step
 
 
-# --- which ones stay ------------------------------------------------------------------------------
-
-
-class Keeper:
-    """Follows a run's losses, and deletes checkpoints that are not needed.
-
-    A loss is computed from the weights of the step before. So a checkpoint is proven good once a
-    loss after it is no worse than usual. Without this rule a run that explodes would delete its
-    last good weights.
-
-    folder: of the run, or None to save nothing; record: checkpoint.json of the step that the run
-    continues, {} for a new run; deletes: whether this rank does
-    """
-
-    def __init__(
-        self,
-        folder: Path | None,
-        settings: Checkpoint,
-        record: Mapping[str, Any],
-        *,
-        deletes: bool = True,
-    ) -> None:
-        self.folder, self.settings, self.deletes = folder, settings, deletes
-        self.saved: int | None = record.get("step")
-        self.proven: int | None = record.get("proven")
-        self.usual_loss: float | None = record.get("usual_loss")
-        if self.usual_loss is None and "vocab" in record:
-            self.usual_loss = math.log(record["vocab"])  # by guessing, which is no explosion
-
-    def follow(self, losses: Sequence[tuple[int, float]]) -> None:
-        """Steps and their finite losses, each once; deletes what a proof made needless."""
-        before = self.proven
-        for step, loss in losses:
-            usual = loss if self.usual_loss is None else self.usual_loss
-            if loss <= usual + EXPLODED:
-                self.usual_loss = usual + FOLLOWS * (loss - usual)
-                if self.saved is not None and self.saved < step:
-                    self.proven = self.saved
-            elif self.saved == step - 1:
-                logger.warning(
-                    f"step {step}: loss {loss:.4g} after {usual:.4g}: global_step{self.saved}"
-                    " follows an exploded update, the checkpoint before it is kept too"
-                )
-        if self.proven != before:
-            self.clean()
-
-    def record(self) -> dict[str, Any]:
-        """Entries of checkpoint.json."""
-        return {"proven": self.proven, "usual_loss": self.usual_loss}
-
-    def save(self, trainer: Trainer, facts: dict[str, Any]) -> Path | None:
-        """Write a checkpoint, and delete those that are needless then. Every rank calls this."""
-        if self.folder is None:
-            return None
-        path = save(trainer, self.folder, facts | self.record())
-        self.wrote(trainer.step)
-        logger.info("saved %s", path)
-        return path
-
-    def wrote(self, step: int) -> None:
-        """A checkpoint of this step was written."""
-        self.saved = step
-        self.clean()
-
-    def clean(self) -> None:
-        """Delete all but the newest keep_last_n_checkpoints up to the last one written.
-
-        The newest proven one stays, those of extra_save_iters, and all while none is proven.
-        """
-        count = self.settings.keep_last_n_checkpoints
-        if self.folder is None or self.saved is None or self.proven is None:
-            return
-        if not (count and self.deletes):
-            return
-        stay = self.settings.extra_save_iters
-        steps = [step for step in steps_in(self.folder) if step <= self.saved and step not in stay]
-        for step in steps[:-count]:
-            if step == self.proven:
-                continue
-            path = folder_of(self.folder, step)
-            try:
-                remove_checkpoint(path)
-            except OSError as fault:  # one that stays is no reason to end a run
-                logger.warning("%s: cannot be deleted (%s)", path, fault.strerror)
+def delete_older(folder: Path, step: int, settings: Checkpoint) -> None:
+    """Delete all but the newest keep_last_n_checkpoints up to a step, and extra_save_iters."""
+    count = settings.keep_last_n_checkpoints
+    if count is None:
+        return
+    stay = settings.extra_save_iters
+    steps = [other for other in steps_in(folder) if other <= step and other not in stay]
+    for other in steps[:-count]:
+        path = folder_of(folder, other)
+        try:
+            remove_checkpoint(path)
+        except OSError as fault:  # one that stays is no reason to end a run
+            logger.warning("%s: cannot be deleted (%s)", path, fault.strerror)

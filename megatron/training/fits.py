@@ -17,7 +17,7 @@ from megatron.parallel.machine import device_memory, in_bytes
 
 ADAM = 8  # bytes of a number: two float32 averages
 FLOAT32 = 4
-CHECKPOINT = 16  # bytes of a number in a checkpoint: float32 weights, the engine's copy, Adam's two
+CHECKPOINT = 12  # bytes of a number in a checkpoint: float32 weights and Adam's two averages
 SMALLEST_DEVICE = 2_000_000_000  # bytes; asking a CUDA device takes a second
 
 

@@ -112,7 +112,7 @@ def train(config: Config, grid: Grid) -> Path | None:
                 validates = not stops and is_due(step, config.training.validation_interval, steps)
 
                 if logs or validates or saves:
-                    run.keeper.follow(losses.check())
+                    losses.check()
                 if logs:
                     tokens = run.batches.used * config.model.seq_length
                     run.log.step(trainer, result, losses.take_mean(), {"tokens": tokens})
@@ -212,10 +212,9 @@ class Run:
             with shared_faults(grid):
                 check_training(config)
 
-        folder = Path(config.checkpoint.save) if config.checkpoint.save else None
-        log_folder = Path(settings.log_dir) if settings.log_dir else folder
+        self.folder = Path(config.checkpoint.save) if config.checkpoint.save else None
+        log_folder = Path(settings.log_dir) if settings.log_dir else self.folder
         self.losses = Losses(config, grid, record)
-        self.keeper = checkpoint.Keeper(folder, config.checkpoint, record, deletes=grid.first)
         with shared_faults(grid):
             self.log = TrainingLog(config, grid, log_folder, vocab, start.record, facts)
         self.stop = Stop(grid, steps=training.exit_interval, minutes=training.exit_duration)
@@ -233,11 +232,17 @@ class Run:
 
     def save(self) -> Path | None:
         """The folder of a checkpoint of this step, or None where `save` is not set."""
+        if self.folder is None:
+            return None
         record = self.facts | self.batches.record() | self.losses.record()
         record |= {"ranks": self.grid.ranks, "data_ranks": self.grid.data_ranks}
         record["threads"] = torch.get_num_threads()
         with self.log.paused():
-            return self.keeper.save(self.trainer, record)
+            path = checkpoint.save(self.trainer, self.folder, record)
+            if self.grid.first:
+                checkpoint.delete_older(self.folder, self.trainer.step, self.config.checkpoint)
+        logger.info("saved %s", path)
+        return path
 
     @contextlib.contextmanager
     def trace(self) -> Iterator[None]:
@@ -318,24 +323,22 @@ class Losses:
         numbers = torch.stack([result.loss.float(), norm.float()])
         self.unchecked.append((step, numbers))
 
-    def check(self) -> list[tuple[int, float]]:
-        """Steps since the last check with their mean losses over all ranks.
+    def check(self) -> None:
+        """Take the mean over all ranks of the losses since the last check.
 
         Raises UserError if a loss or a norm of any rank is not finite. Only here the ranks wait for
         each other, and the host for the device.
         """
         if not self.unchecked:
-            return []
-        steps, numbers = zip(*self.unchecked, strict=True)
-        means = self.grid.mean(torch.stack(numbers))  # [steps, 2]
+            return
+        numbers = torch.stack([numbers for _, numbers in self.unchecked])
+        means = self.grid.mean(numbers)  # [steps, 2]
         finite = means.isfinite().all(dim=1).tolist()
         if not all(finite):
             number = self._describe(*self.unchecked[finite.index(False)])
             raise UserError(f"{number} - {checkpoint.CURE}")
-        losses = means[:, 0]
-        self.means += list(losses)
+        self.means += list(means[:, 0])
         self.unchecked.clear()
-        return list(zip(steps, losses.tolist(), strict=True))
 
     def take_mean(self) -> float:
         """The mean since the last log line."""

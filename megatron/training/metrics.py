@@ -27,7 +27,7 @@ from torch import Tensor
 from megatron.config import Config
 from megatron.config.schema import Logging, Model
 from megatron.errors import cannot_write, in_words
-from megatron.files import atomic_write, read_small, write_text
+from megatron.files import read_small, write_text
 from megatron.model import Architecture
 from megatron.model.size import BACKWARD, attention_flops, palm_weights
 from megatron.parallel.grid import Grid
@@ -383,33 +383,19 @@ def _charts(record: Numbers, learned: dict[str, Tensor]) -> dict[str, float]:
 
 
 def _make_room(path: Path, resumed_at: int | None) -> None:
-    """Drop the records that a resumed run writes again; a new run renames an old file instead.
-
-    A file with damaged or edited records is copied, and goes on with the others.
-    """
+    """Drop the records that a resumed run writes again; rename a damaged or another run's file."""
     if not path.exists():
         return
-    earlier, faults = [], []
     if resumed_at is not None:
         *lines, _ = read_small(path, LARGEST).split(b"\n")  # a last line may be cut off
-        for number, line in enumerate(lines, 1):
-            try:
-                if record_of(line)["step"] <= resumed_at:
-                    earlier.append(line.decode() + "\n")
-            except ValueError as fault:
-                faults.append(f"line {number}: {fault}")
-    if resumed_at is None or faults:
-        copies = 1
-        while path.with_name(f"{path.stem}.{copies}.jsonl").exists():
-            copies += 1
-        old = path.with_name(f"{path.stem}.{copies}.jsonl")
-        if resumed_at is None:
-            path.rename(old)
+        try:
+            earlier = [line for line in lines if record_of(line)["step"] <= resumed_at]
+        except ValueError as fault:
+            logger.warning(f"{path}: a record is damaged ({fault}) - the log begins anew")
+        else:
+            write_text(path, "".join(line.decode() + "\n" for line in earlier))
             return
-        with atomic_write(old) as temporary:  # a kill before the next write leaves both whole
-            temporary.write_bytes(path.read_bytes())
-        logger.warning(
-            f"{path}: was damaged or edited ({faults[0]}; {len(faults)} in all) - the file is"
-            f" kept as {old.name}, and the log goes on without these records"
-        )
-    write_text(path, "".join(earlier))
+    copies = 1
+    while path.with_name(f"{path.stem}.{copies}.jsonl").exists():
+        copies += 1
+    path.rename(path.with_name(f"{path.stem}.{copies}.jsonl"))

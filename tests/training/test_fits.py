@@ -23,8 +23,8 @@ def test_zero_divides_the_state_and_checkpoints_follow_what_is_kept():
     assert fp32 == pytest.approx([16, 4 + 4 + 2, 4 + 1 + 2, 1 + 1 + 2], abs=0.01)
     assert needs("precision=bf16", ranks=4).memory / count == pytest.approx(2 + 2 + 3, abs=0.01)
     every = ["train_iters=100", "save_interval=10"]
-    assert needs(*every).disk == 11 * 16 * count
-    assert needs(*every, "keep_last_n_checkpoints=3").disk == 4 * 16 * count
+    assert needs(*every).disk == 11 * 12 * count
+    assert needs(*every, "keep_last_n_checkpoints=3").disk == 4 * 12 * count
 
 
 def test_a_model_beyond_the_memory_is_refused_with_its_numbers(monkeypatch):
