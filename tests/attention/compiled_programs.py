@@ -1,12 +1,13 @@
 """Compile the Triton programs of a training in bfloat16 for GPUs that need not exist.
 
 Prints a line of JSON for each: its shared memory in bytes, and the bytes that a thread spills.
-Triton must not interpret (TRITON_INTERPRET=0).
+Triton must not interpret (TRITON_INTERPRET=0). The first word is the GPUs' compute capability.
 """
 
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -79,10 +80,10 @@ def build(name: str, arch: int, tiles: Tiles) -> dict[str, Any]:
         command = [tool, "-res-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     spilled = int(re.findall(r"STACK:(\d+)", usage)[-1])
-    return {"program": name, "arch": arch, "shared": built.metadata.shared, "spilled": spilled}
+    return {"program": name, "shared": built.metadata.shared, "spilled": spilled}
 
 
 if __name__ == "__main__":
     for (arch, name, itemsize, most), (tiles, _, _) in all_tiles().items():
-        if (itemsize, most) == (2, HEAD_DIM):
+        if (arch, itemsize, most) == (int(sys.argv[1]), 2, HEAD_DIM):
             print(json.dumps(build(name, arch, tiles)))

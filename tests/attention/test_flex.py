@@ -21,7 +21,7 @@ from megatron.attention.flex import CALLS
 from megatron.attention.terms import Content, Terms, mask, visible_keys
 from megatron.errors import UserError
 from megatron.positions import REGISTRY, Shape, build
-from tests.encodings import HOOKS, SAMPLE
+from tests.encodings import FEW, HOOKS
 from tests.support import NEEDED, blocks
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -135,7 +135,7 @@ def test_every_encoding_changes_scores_as_the_definition_does(name):
         assert_equal(scores.softmax(-1) @ leaves[2], expected, [*leaves, *encoding.parameters()])
 
 
-@pytest.mark.parametrize("name", sorted({*SAMPLE, "cable", "t5"} & set(COMPUTED)))
+@pytest.mark.parametrize("name", sorted({*FEW, "cable", "t5"} & set(COMPUTED)))
 def test_flex_attention_has_values_and_gradients_of_the_definition(name, monkeypatch):
     monkeypatch.setattr(flex_module, "_validate_device", lambda *tensors: None)
     encoding = encoding_of(name)

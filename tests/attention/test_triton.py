@@ -78,14 +78,15 @@ def test_tiles_fit_the_padding_of_tables_and_those_whose_diagonals_are_summed_ar
             assert tiles.queries == tiles.keys or program != "query_and_table_gradients"
 
 
-def test_programs_compile_for_gpus_and_fit_their_memory_and_registers(tmp_path):
+@pytest.mark.parametrize("arch", [90, pytest.param(80, marks=pytest.mark.campaign)])
+def test_programs_compile_for_gpus_and_fit_their_memory_and_registers(tmp_path, arch):
     env = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": "."}
-    done = run("tests/attention/compiled_programs.py", env=env)
+    done = run("tests/attention/compiled_programs.py", arch, env=env)
     assert done.returncode == 0, done.stderr
     builds = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(builds) == 8
+    assert len(builds) == 4
     for built in builds:
-        most = {80: 163, 90: 227}[built["arch"]]  # KiB
+        most = {80: 163, 90: 227}[arch]  # KiB
         assert built["shared"] <= most * 1024, built
         assert built["spilled"] == 0, built
 

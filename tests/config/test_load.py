@@ -255,7 +255,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4), st.text(max_size=12))
 @example({"pos_emb_file": False, "pos_emb": []}, "")  # found once, and rarely drawn
 def test_any_value_of_any_key_loads_or_is_a_fault(drawn, word):
