@@ -218,7 +218,7 @@ class Run:
         with shared_faults(grid):
             self.log = TrainingLog(config, grid, log_folder, vocab, start.record, facts)
         self.stop = Stop(grid, steps=training.exit_interval, minutes=training.exit_duration)
-        self.folder = log_folder or Path()
+        self.log_folder = log_folder or Path()
 
     def enter_stage(self, step: int) -> None:
         """Let the model be that of a step's stage, before the step."""
@@ -247,7 +247,7 @@ class Run:
     @contextlib.contextmanager
     def trace(self) -> Iterator[None]:
         """Record what happens within, in the run's folder; without that a warning."""
-        path = self.folder / "profile.json.gz"
+        path = self.log_folder / "profile.json.gz"
         with profile(record_shapes=True, profile_memory=True) as profiler:
             yield
         try:
