@@ -9,6 +9,7 @@ pytestmark = pytest.mark.docs
 
 # Commands for those who maintain the project.
 WITHOUT_A_PAGE = {
+    "tools/bench.py",
     "tools/document_commands.py",
     "tools/document_positions.py",
 }

@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     only = "AXIS=VALUE[,VALUE]"
     add("--only", nargs="+", default=[], metavar=only, help="some cells of the grid")
     skip = "leave out the cells that have rows in these files"
-    add("--skip", nargs="+", default=[], metavar="FILE", help=skip)
+    add("--skip", type=Path, nargs="+", default=[], metavar="FILE", help=skip)
     add("--dry-run", action="store_true", help="show the plan of run, and its cost")
     jobs = "runs at a time; default: one per GPU, or one"
     add("--jobs", type=number(1, 10**4), metavar="N", help=jobs)

@@ -171,7 +171,7 @@ DEFAULTS.pop("dtype")
 # text where all rows share it, else in labels, and has a column in the table of models.
 SHOWN_IF_SET = (
     *("layer_kinds", "linear_pos_emb", "attention_gate", "softmax_type"),
-    *"optimizer_type",
+    "optimizer_type",
 )
 OF_TRAINING = ("train_length", "step", "windows_per_step", "trained_on", "parent_model")
 EXPLAINS = {"pos_emb_args", "sweep", *SHOWN_IF_SET, *OF_TRAINING} - {"step"}

@@ -516,8 +516,8 @@ def test_what_cannot_be_right_is_refused_by_name():
     ids = random_ids(30)
     with pytest.raises(UserError, match="use: BloomForCausalLM is not offered; give one of Llama"):
         use(of_theirs("bloom"), "alibi")
-    with pytest.raises(UserError, match="no encoding is called 'kerple'"):
-        use(of_theirs("llama"), "kerple")
+    with pytest.raises(UserError, match="no encoding is called 'kerpel'"):
+        use(of_theirs("llama"), "kerpel")
     with pytest.raises(UserError, match="kerple_log takes no option 'slope'"):
         use(of_theirs("llama"), "kerple_log", slope=1)
     with pytest.raises(UserError, match="use: Sum counts by the ids of tokens"):

@@ -67,11 +67,11 @@ def test_a_plan_can_be_priced_for_another_device(sweep):
 def test_a_plan_names_the_memory_and_the_disk_of_the_papers_largest_models():
     sweep = load_sweep("kerple_table9_1.3b", only=["seed=1235", "data=github", "pos_emb=alibi"])
     # 24 layers of 12 width² + 13 width and two matrices of the vocabulary: 1,414,647,808 numbers;
-    # 16 bytes of each on the device; 4 in the end, and in training two checkpoints of 16 for each
+    # 16 bytes of each on the device; 4 in the end, and in training two checkpoints of 12 for each
     # of two runs.
     text = plan(sweep, [State("waiting")], 2, "a100")
     assert "memory to train: at least 22.6 GB of each device" in text
-    assert "disk: 5.66 GB for weights, and 90.5 GB in training" in text
+    assert "disk: 5.66 GB for weights, and 67.9 GB in training" in text
 
 
 def test_every_device_that_can_be_named_has_a_peak_in_the_table_of_training():
