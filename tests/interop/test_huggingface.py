@@ -20,9 +20,9 @@ from megatron.config import load
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokens import TokenWriter
 from megatron.errors import UserError
+from megatron.evaluation.loaded_run import opened_with_tokenizer
 from megatron.evaluation.methods import MeasuredAttention
 from megatron.evaluation.options import method_or_none
-from megatron.evaluation.loaded_run import opened_with_tokenizer
 from megatron.interop import open_model
 from megatron.interop.export import export
 from megatron.interop.families import FAMILIES, read_weights, write_weights
