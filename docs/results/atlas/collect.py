@@ -17,6 +17,6 @@ sweep = load_sweep("atlas")
 finished = tuple(cell for cell in sweep.cells if state_of(cell).kind == "done")
 rows_of_data = defaultdict(list)
 for row in finished_rows(replace(sweep, cells=finished)):
-    rows_of_data[row["cell"]["data"]].append(row)
+    rows_of_data[row.get("cell", {})["data"]].append(row)
 for data, rows in rows_of_data.items():
     write_results(Path(__file__).with_name(f"{data}.jsonl"), rows)
