@@ -51,6 +51,7 @@ def step(corpus, tmp_path):
 
 
 def test_a_page_waits_for_no_pipe_and_reads_no_device(step):
+    assert model_beside(str(step), []) is not None
     for name in READ_BY_PAGES:
         place = step / name
         content = place.read_bytes() if place.exists() else b""
