@@ -75,7 +75,7 @@ ELSEWHERE = {  # pages whose commands other tests run, and one that holds the pa
     "exporting": "interop/test_export.py",
     "first_gpu": "test_gpu_check.py",
     "importing": "interop/test_huggingface.py",
-    "parallel": "parallel/test_hosts.py",
+    "parallel": "test_docs.py",
     "recipes": "training/test_recipes.py",
     "tasks": "training/test_task.py",
 }
@@ -218,11 +218,11 @@ def test_the_commands_of_a_page_run_in_their_order(page, clone, forks):
         succeed(forks, clone, command, more)
 
 
-def test_the_rehearsal_of_texts_and_layers_that_are_shared_runs(clone, forks):
-    texts, layers = commands("parallel")[:2]
-    for command in (texts, layers):
-        output = succeed(forks, clone, command, [*MODEL, "num_attention_heads=4"])
-        assert "2 rank(s) on cpu" in output
+def test_the_rehearsal_of_texts_that_are_shared_runs(clone, forks):
+    """The command of docs/parallel.md that is no bash block."""
+    (command,) = commands("parallel")
+    output = succeed(forks, clone, command, [*MODEL, "num_attention_heads=4"])
+    assert "2 rank(s) on cpu" in output
 
 
 def test_the_readmes_encoding_and_mixture_work(clone, forks):
