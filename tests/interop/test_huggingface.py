@@ -352,7 +352,7 @@ def test_damaged_and_missing_files_are_one_message_and_code_is_not_run(folder, t
             open_model(place)
     with pytest.raises(UserError, match="holds no checkpoint that is known here"):
         open_model(tmp_path)
-    with pytest.raises(UserError, match="is not a folder - give a checkpoint, a hub's own"):
+    with pytest.raises(UserError, match="is not a folder - give a checkpoint or a hub's"):
         open_model(tmp_path / "absent")
 
 
