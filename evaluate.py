@@ -36,11 +36,11 @@ def add_all_options(parser: argparse.ArgumentParser) -> None:
     add_options(parser)
     add = parser.add_argument
     tasks = "tasks of lm-evaluation-harness in place of perplexity (docs/harness.md)"
-    add("--tasks", "--eval-tasks", "--eval_tasks", nargs="+", metavar="NAME", help=tasks)
+    add("--tasks", "--eval-tasks", nargs="+", metavar="NAME", help=tasks)
     limit = "documents of each task at most, to try it out"
     add("--limit", type=number(1, 10**9), metavar="N", help=limit)
     shots = "examples in each prompt; default: the task's"
-    add("--num-fewshot", "--num_fewshot", type=number(0, 1000), metavar="N", help=shots)
+    add("--num-fewshot", type=number(0, 1000), metavar="N", help=shots)
 
 
 def main(config: Config | None, arguments: argparse.Namespace) -> None:

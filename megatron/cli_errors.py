@@ -47,7 +47,6 @@ ENDED = {
     "--task-folder": "export the checkpoint and use lm_eval --include_path",
     "--metadata": "export the checkpoint and use lm_eval --metadata",
     "--ignore-eod": "export the checkpoint and use transformers' generate",
-    "--batch-size": "prompts are continued one by one",
 }
 """Options and choices that have ended, and what to use instead."""
 
