@@ -22,14 +22,6 @@ def test_values_and_gradients_at_real_lengths_are_those_of_the_definition(backen
     assert error_of(case, BACKENDS[backend], dtype, "cuda") < TOLERANCE[dtype]
 
 
-@every_backend
-@pytest.mark.parametrize("queries", [1, 333, 700])
-def test_everything_at_once_at_lengths_that_fill_no_block(backend, queries):
-    sizes = {"heads": 4, "queries": queries, "keys": 700, "head_dim": 64}
-    case = Case(**sizes, weight=True, content=1, window=300, documents=5)
-    assert error_of(case, BACKENDS[backend], torch.float32, "cuda") < TOLERANCE[torch.float32]
-
-
 def test_auto_is_triton_with_a_table_and_flash_without(monkeypatch):
     acted = []
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -24,7 +23,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
-    LlamaTokenizer,
 )
 
 from megatron.checkpoints.read import load_for_evaluation
@@ -38,13 +36,10 @@ from megatron.interop.export import export
 from megatron.interop.export_code import sources
 from megatron.interop.families import FAMILIES
 from megatron.interop.importing import (
-    TokenizerSource,
     description,
-    facts_of_texts,
     import_checkpoint,
     import_if_foreign,
 )
-from megatron.model import from_config
 from megatron.positions import FILES, REGISTRY
 from tests.encodings import every_hook
 from tests.interop.models import (
@@ -57,7 +52,6 @@ from tests.interop.models import (
     edited,
     exported,
     greedy,
-    of_theirs,
     random_ids,
     words,
 )
@@ -153,18 +147,9 @@ def test_a_users_own_encoding_goes_along_and_is_not_run_unasked(bump, tmp_path):
     assert "is not run unasked: read it" in call(*command).stderr
     assert call(*command, "--from", bump).returncode == 0
     forget()
-    reading = "open(__file__.rpartition('/')[0] + '/bump.py').close()"
-    for number, (text, message) in enumerate(
-        (
-            (f"import megatron.positions\n{BUMP}", "imports in a way that an exported file cannot"),
-            (f"from megatron.config import load\n{BUMP}", "imports load from megatron.config, w"),
-            (f"{BUMP}\n{reading}\n", "transformers cannot load it .* must not need other files"),
-        )
-    ):
-        bump.write_text(text)
-        path, _ = a_run(tmp_path / str(number), "pos_emb=exported_bump", f"pos_emb_file={bump}")
-        assert re.search(message, refused(path, tmp_path / "other"), re.DOTALL)
-        forget()
+    bump.write_text(f"from megatron.config import load\n{BUMP}")
+    path, _ = a_run(tmp_path / "another", "pos_emb=exported_bump", f"pos_emb_file={bump}")
+    assert "imports load from megatron.config, w" in refused(path, tmp_path / "other")
 
 
 def test_an_exported_folder_needs_torch_and_transformers_alone(tmp_path):
@@ -183,9 +168,8 @@ def test_an_exported_folder_needs_torch_and_transformers_alone(tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["learned", "fire", "fox"])
-def test_texts_of_a_padded_batch_are_those_alone(name, tmp_path):
-    folder, _ = exported(tmp_path, "window=20", f"pos_emb={name}", "logn_scale=true")
+def test_texts_of_a_padded_batch_are_those_alone(tmp_path):
+    folder, _ = exported(tmp_path, "window=20", "pos_emb=fox", "logn_scale=true")
     model = opened(folder)
     texts = [random_ids(length, 1) for length in (70, 41, 1)]
     ids = torch.cat([F.pad(text, (70 - text.shape[1], 0)) for text in texts])
@@ -198,9 +182,6 @@ def test_texts_of_a_padded_batch_are_those_alone(name, tmp_path):
         torch.testing.assert_close(logits[row, -len(expected) :], expected, rtol=0, atol=1e-5)
         alone = model.generate(text, attention_mask=torch.ones_like(text), **options)
         assert continued[row].tolist() == alone[0, text.shape[1] :].tolist()
-    right = model(ids.flip(1), attention_mask=mask.flip(1)).logits
-    alone = model(ids.flip(1)[1:2, :41]).logits[0]
-    torch.testing.assert_close(right[1, :41], alone, rtol=0, atol=1e-5)
 
 
 def test_loss_and_gradients_are_ours_with_and_without_recomputation(tmp_path):
@@ -240,8 +221,7 @@ def test_what_transformers_saves_again_and_builds_anew_is_the_same_model(tmp_pat
     again = opened(tmp_path / "again")
     assert torch.equal(again(random_ids(70)).logits, model(random_ids(70)))
     again.resize_token_embeddings(VOCAB + 3)
-    again.save_pretrained(tmp_path / "resized")
-    logits = opened(tmp_path / "resized")(random_ids(70)).logits
+    logits = again(random_ids(70)).logits
     assert logits.shape[2] == VOCAB + 3
     torch.testing.assert_close(logits[:, :, :VOCAB], model(random_ids(70)))
     settings = AutoConfig.from_pretrained(folder, trust_remote_code=True)
@@ -251,36 +231,6 @@ def test_what_transformers_saves_again_and_builds_anew_is_the_same_model(tmp_pat
 
 
 # --- Documents: transformers passes none ---
-
-
-@torch.no_grad()
-def test_a_text_is_one_document_in_transformers_and_the_card_says_so(tmp_path):
-    tokenizer = {"type": "CharLevelTokenizer", "hash": "aaaa", "vocab_size": VOCAB, "eod": END}
-    path, model = a_run(tmp_path, "pos_emb=sinusoidal", *words(APART), tokenizer=tokenizer)
-    model.end_of_document = END
-    export(path, tmp_path / "out")
-    ids = random_ids(60)
-    ids[0, [20, 41]] = END
-    one_document = from_config(load([], [*SHAPE, "pos_emb=sinusoidal"]), VOCAB).eval()
-    one_document.load_state_dict(model.state_dict())
-    logits = opened(tmp_path / "out")(ids).logits
-    torch.testing.assert_close(logits, one_document(ids), rtol=0, atol=2e-5)
-    assert (logits - model(ids))[0, 21:].abs().max() > 1e-2
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "| documents | in training, tokens attended to their own document alone" in card
-
-
-@torch.no_grad()
-def test_a_window_of_documents_has_the_logits_of_transformers_for_each(tmp_path):
-    theirs = of_theirs("gpt2")
-    theirs.save_pretrained(tmp_path)
-    ours, _ = open_model(tmp_path)
-    ours.end_of_document = END
-    ours.use_attention(replace(ours.attention, **APART))
-    ids = random_ids(90, 1).clamp(min=1)
-    ids[0, [20, 41, 42]] = END
-    alone = [theirs(part).logits for part in ids.split([21, 21, 1, 47], dim=1)]
-    torch.testing.assert_close(ours(ids), torch.cat(alone, dim=1), rtol=0, atol=1e-4)
 
 
 # --- Tokenizer and card ---
@@ -390,17 +340,6 @@ def test_a_model_keeps_how_texts_begin_and_end(form, tokenizers, tmp_path):
     assert not re.search(r"^\| (step|precision of the training|seed) \|", card, re.MULTILINE)
 
 
-def test_a_bare_sentencepiece_model_begins_texts_as_llama(tokenizers, tmp_path):
-    vocab, _ = tokenizers["SPMTokenizer"]
-    files = TokenizerSource("SPMTokenizer", vocab)
-    facts = facts_of_texts(tmp_path, files, build_tokenizer(*files))
-    (tmp_path / "tokenizer.model").write_bytes(vocab.read_bytes())
-    theirs = LlamaTokenizer.from_pretrained(tmp_path, add_bos_token=True)
-    assert facts == {"bos": theirs("a").input_ids[0], "bos_token": "<s>"}
-    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false}')
-    assert facts_of_texts(tmp_path, files, build_tokenizer(*files)) == {}
-
-
 def test_the_commands_of_the_guide_run_and_write_a_card(tmp_path, monkeypatch):
     guide = (ROOT / "docs" / "exporting.md").read_text(encoding="utf-8")
     [command] = re.findall(r"```bash\npython (.*)\n```", guide)
@@ -507,12 +446,6 @@ def test_the_model_refuses_what_it_would_compute_wrongly(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             model(ids, **arguments)
-    for arguments, message in (
-        ({"inputs_embeds": torch.zeros(1, 3, 32)}, "inputs_embeds: is not offered by this model"),
-        ({}, "input_ids: are missing; this model reads nothing else"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            model(**arguments)
     cache = model(ids, use_cache=True).past_key_values
     with pytest.raises(ValueError, match="tokens that were read cannot be taken back"):
         cache.crop(3)

@@ -21,12 +21,9 @@ from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokens import TokenWriter
 from megatron.errors import UserError
 from megatron.evaluation.loaded_run import opened_with_tokenizer
-from megatron.evaluation.methods import MeasuredAttention
-from megatron.evaluation.options import method_or_none
 from megatron.interop import open_model
-from megatron.interop.export import export
 from megatron.interop.families import FAMILIES, read_weights, write_weights
-from megatron.interop.huggingface import WHOLE, open_folder, read_settings
+from megatron.interop.huggingface import open_folder, read_settings
 from megatron.interop.importing import (
     compared_with_transformers,
     import_checkpoint,
@@ -123,29 +120,6 @@ def test_dynamic_refuses_keys_that_were_cached_with_other_frequencies(folder):
         ours(random_ids(1), cache=cache)
 
 
-@torch.no_grad()
-def test_a_method_gives_the_logits_of_a_config_with_that_scaling(folder, tmp_path):
-    lists = {"long_factor": [1.0, 1.5, 2.5, 4.0], "short_factor": [1.0, 1.0, 1.2, 1.5]}
-    scaled = {"factor": 4.0, "original_max_position_embeddings": 320}
-    cases = {
-        "pi,factor=4": {"rope_type": "linear", "factor": 4.0},
-        "ntk,factor=4": {"rope_type": "default", "rope_theta": 10000 * 4 ** (8 / 6)},
-        "yarn,factor=4": {"rope_type": "yarn", **scaled},
-        f"longrope,factor=4,factors={tmp_path}/3/config.json": {
-            "rope_type": "longrope",
-            **scaled,
-            **lists,
-        },
-    }
-    ours, _ = open_model(folder("llama"))
-    for number, (method, scaling) in enumerate(cases.items()):
-        place = edited(folder("llama"), tmp_path / str(number), rope_parameters=scaling)
-        theirs = transformers.LlamaForCausalLM.from_pretrained(place)
-        ours.use_attention(MeasuredAttention(method=method_or_none(method)))
-        for ids in (random_ids(320), random_ids(700)):
-            torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=0, atol=5e-5)
-
-
 @every_case
 def test_ours_goes_back_bit_for_bit(case, folder):
     family, _, _ = read_settings(folder(case))
@@ -218,26 +192,6 @@ def test_a_tied_matrix_with_a_bias_is_read_as_two(case, tmp_path):
     assert config.model.no_weight_tying
 
 
-@pytest.mark.usefixtures("own_modules")
-@pytest.mark.parametrize("case", ["kimi linear", "qwen3.5"])
-def test_steep_weights_multiply_rounding_and_are_no_other_model(case, tmp_path):
-    """Logits of both programs are up to 1e-3 from float64, in which they agree."""
-    theirs = of_theirs(case)
-    with torch.no_grad():
-        for weight in theirs.parameters():
-            if weight.dim() > 1:
-                weight.normal_(std=3 / weight.shape[-1] ** 0.5)
-    theirs.save_pretrained(tmp_path / "theirs")
-    compared = import_checkpoint(tmp_path / "theirs", tmp_path / "run").compared
-    assert compared["largest_difference"] > 1e-5 * compared["largest_logit"]
-    assert export(tmp_path / "run", tmp_path / "out").architecture == type(theirs).__name__
-    model, _, theirs = open_folder(tmp_path / "theirs")
-    with torch.no_grad():
-        model.layers[1].mlp.dense_4h_to_h.weight[0, 0] += 1
-    with pytest.raises(UserError, match=r"logits of transformers .* differ from ours by"):
-        compared_with_transformers(theirs, model)
-
-
 @pytest.mark.parametrize("name", CASES["published"])
 def test_the_config_of_a_published_model_is_read(name, tmp_path):
     theirs, expected = CASES["published"][name]
@@ -285,12 +239,7 @@ def test_shards_half_precision_and_names_of_the_bare_model_are_read(folder, tmp_
         sharded, max_shard_size="20KB"
     )
     assert torch.equal(open_model(sharded)[0](random_ids(20)), expected)
-    whole = edited(folder("gpt2"), tmp_path / "whole")
-    for place, name in ((sharded, "model-00009-of-00009"), (whole, "model.fp16")):
-        others = {key: torch.zeros_like(x) for key, x in load_file(whole / WHOLE).items()}
-        save_file(others, place / f"{name}.safetensors")  # not of this model
-        assert torch.equal(open_model(place)[0](random_ids(20)), expected)
-    (sharded / "model-00009-of-00009.safetensors").unlink()
+    assert torch.equal(open_model(sharded)[0](random_ids(20)), expected)
     next(sharded.glob("model-*.safetensors")).unlink()
     with pytest.raises(UserError, match=r"cannot open it \(.*model-0.* copy all weights beside it"):
         open_model(sharded)
@@ -312,23 +261,17 @@ def test_what_cannot_be_computed_is_one_message(folder, tmp_path):
             open_model(edited(folder(case), tmp_path / str(number), **changes))
 
 
-def test_a_whole_number_beyond_floats_is_refused_with_its_key(folder, tmp_path):
-    place = edited(folder("mpt"), tmp_path / "mpt", attn_config={"clip_qkv": 10**400})
-    with pytest.raises(UserError, match=r"MptForCausalLM refuses it .*clip_qkv"):
-        open_model(place)
-
-
 @measures_memory
 def test_a_folder_is_opened_in_the_size_of_its_model_and_one_tensor(folder, tmp_path):
-    sizes = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
+    sizes = {"hidden_size": 512, "num_hidden_layers": 1, "num_attention_heads": 8}
     config = transformers.LlamaConfig(vocab_size=8192, intermediate_size=1408, **sizes)
     model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(tmp_path / "large")
-    own = sum(weight.nbytes for weight in model.parameters())  # 85 MB
+    own = sum(weight.nbytes for weight in model.parameters())  # 46 MB
     largest = max(weight.nbytes for weight in model.parameters())  # 17 MB
     del model
     open_model(folder("llama"))  # imports what is imported late
-    with memory_below(own + largest + 30e6):
+    with memory_below(own + largest + 15e6):
         opened, _ = open_model(tmp_path / "large")
     assert sum(weight.nbytes for weight in opened.parameters()) == own
 
@@ -354,32 +297,6 @@ def test_damaged_and_missing_files_are_one_message_and_code_is_not_run(folder, t
         open_model(tmp_path)
     with pytest.raises(UserError, match="is not a folder - give a checkpoint or a hub's"):
         open_model(tmp_path / "absent")
-
-
-def test_names_of_a_wrapped_model_are_named_by_their_prefix(folder, tmp_path):
-    place = edited(folder("llama"), tmp_path / "wrapped")
-    weights = load_file(place / WHOLE)
-    for prefix in ("module.", "_orig_mod.", "module._orig_mod."):
-        save_file({prefix + name: x for name, x in weights.items()}, place / WHOLE)
-        with pytest.raises(UserError, match=rf"without the prefix {re.escape(prefix)}$"):
-            open_model(place)
-
-
-def test_new_weights_in_shards_of_any_name_are_imported_anew(folder, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    place = edited(folder("llama"), tmp_path / "sharded")
-    weights = load_file(place / WHOLE)
-    (place / WHOLE).unlink()
-    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "weights-1.safetensors")}
-    (place / f"{WHOLE}.index.json").write_text(json.dumps(index))
-    runs = []
-    for scale in (1, 1, 0.5):
-        scaled = {name: scale * weight for name, weight in weights.items()}
-        save_file(scaled, place / "weights-1.safetensors")
-        runs.append(import_if_foreign(place))
-    assert runs[0] == runs[1] != runs[2]
-    norm = open_model(runs[2])[0].state_dict()["norm.weight"]
-    assert torch.equal(norm, scaled["model.norm.weight"])
 
 
 def test_a_name_of_the_hub_is_downloaded_without_code(folder, tmp_path, monkeypatch):
@@ -410,7 +327,7 @@ def test_a_name_of_the_hub_is_downloaded_without_code(folder, tmp_path, monkeypa
         open_model(folder("pythia"))
 
 
-def test_a_relative_of_rotary_is_written_as_its_earlier_spelling():
+def test_a_relative_of_rotary_is_written_as_a_scaling():
     shape = ["num_layers=1", "hidden_size=32", "num_attention_heads=4", "seq_length=64"]
     shape += ["norm=rmsnorm", "activation=swiglu"]
     rope = FAMILIES["LlamaForCausalLM"]
@@ -418,11 +335,10 @@ def test_a_relative_of_rotary_is_written_as_its_earlier_spelling():
     theirs = rope.config_of(p_rope, VOCAB)["rope_parameters"]
     assert (theirs["rope_type"], theirs["partial_rotary_factor"]) == ("proportional", 0.5)
     for name, scaling in (("pi", "linear"), ("yarn", "yarn"), ("llama3", "llama3")):
-        short = load([], [*shape, f"pos_emb={name}", "pos_emb_args={factor: 4, base: 500}"])
-        long = f"pos_emb_args={{scaling: {scaling}, factor: 4, base: 500}}"
-        theirs = rope.config_of(load([], [*shape, "pos_emb=rotary", long]), VOCAB)
-        assert theirs["rope_parameters"]["rope_type"] == scaling
-        assert rope.config_of(short, VOCAB) == theirs
+        scaled = load([], [*shape, f"pos_emb={name}", "pos_emb_args={factor: 4, base: 500}"])
+        theirs = rope.config_of(scaled, VOCAB)["rope_parameters"]
+        keys = ("rope_type", "factor", "rope_theta")
+        assert [theirs[key] for key in keys] == [scaling, 4, 500]
 
 
 def test_a_model_of_another_kind_says_why_it_is_none_of_theirs():

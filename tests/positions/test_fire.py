@@ -31,16 +31,6 @@ def test_far_distances_are_equation_9_in_float64():
         assert bias.tolist() == pytest.approx(expected, rel=2e-5, abs=1e-6)
 
 
-def test_keys_may_come_in_any_order_and_queries_in_any_portion(monkeypatch):
-    position = build("fire", SHAPE)
-    queries, keys = torch.arange(40, 100), torch.arange(100)
-    whole = position.index_bias(queries, keys)
-    flipped = position.index_bias(queries, keys.flip(0))
-    torch.testing.assert_close(flipped, whole.flip(2), rtol=0, atol=1e-6)
-    monkeypatch.setattr(fire, "NUMBERS", 10_000)
-    torch.testing.assert_close(position.index_bias(queries, keys), whole, rtol=0, atol=1e-6)
-
-
 @measures_memory
 def test_long_texts_need_no_square_of_memory(monkeypatch):
     monkeypatch.setattr(fire, "NUMBERS", 2**16)
