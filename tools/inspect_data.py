@@ -1,6 +1,6 @@
 """Show a token file: lengths of documents, tokens in use, and some of its text.
 
-python tools/inspect_data.py data/stdlib/stdlib_text_document
+python tools/inspect_data.py data/pure_python/pure_python_text_document
 python tools/inspect_data.py PREFIX --vocab-file vocab.json --merge-file merges.txt
 
 In a large file the tokens of every n-th document are counted, and the output says how many; lengths

@@ -1,6 +1,6 @@
 """Train a byte-level BPE, as GPT-2's is, on your own text or on a corpus that is known by name.
 
-python tools/train_tokenizer.py stdlib --vocab-size 8192 -o tokenizers/stdlib/tokenizer.json
+python tools/train_tokenizer.py pure_python --vocab-size 8192 -o tokenizers/tokenizer.json
 python tools/train_tokenizer.py --input texts more.jsonl.zst --vocab-size 32000 -o mine.json
 
 The same text gives the same tokenizer.
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--characters: {options.characters} is no text - use 1 or more")
     if bool(options.corpus) == bool(options.input):
         raise UserError(
-            "train_tokenizer.py: what is it to learn from? - name a corpus (stdlib), or give"
+            "train_tokenizer.py: what is it to learn from? - name a corpus (pure_python), or give"
             " --input FILE"
         )
     if options.corpus:

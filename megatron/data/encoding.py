@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron.data.readers import Corpus
 from megatron.data.tokenizers.build import build_tokenizer
-from megatron.data.tokenizers.tokenizer import pieces
+from megatron.data.tokenizers.tokenizer import Tokenizer, pieces
 from megatron.data.tokens import dtype_for
 from megatron.errors import UserError
 
@@ -48,12 +48,21 @@ Batch = list[TextPiece]
 
 
 class TokenizerFiles(NamedTuple):
-    """The files from which another process builds a tokenizer, and the hash that it must have."""
+    """The files from which every process builds a tokenizer.
 
-    kind: str
-    vocab_file: Path | None
-    merge_file: Path | None
-    hash: str
+    Without files HFTokenizer is a byte-level BPE that is trained on the corpus.
+    """
+
+    kind: str = "HFTokenizer"
+    vocab_file: Path | None = None
+    merge_file: Path | None = None
+
+    @property
+    def trained(self) -> bool:
+        return self.kind == "HFTokenizer" and self.vocab_file is None
+
+    def build(self) -> Tokenizer:
+        return build_tokenizer(*self)
 
 
 def pieces_of(corpus: Corpus, cuttable: bool, stop: int | None = None) -> Iterator[TextPiece]:
@@ -154,11 +163,7 @@ class Encoder:
     """
 
     def __init__(self, files: TokenizerFiles, most: int = MOST) -> None:
-        self.tokenizer = build_tokenizer(files.kind, files.vocab_file, files.merge_file)
-        if self.tokenizer.hash != files.hash:
-            raise UserError(
-                f"vocab_file: {files.vocab_file} was changed while it was used - start again"
-            )
+        self.tokenizer = files.build()
         self.dtype = dtype_for(self.tokenizer.vocab_size)
         self.words: dict[str, bytes] = {}
         self._most = most

@@ -20,7 +20,6 @@ from megatron.data.encoding import (
     words_of,
 )
 from megatron.data.tokenizers import tokenizer as module
-from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.tokenizer import pieces
 from megatron.data.tokenizers.train import train_tokenizer
 from megatron.errors import UserError
@@ -38,7 +37,7 @@ def files_of(folder, inner=None):
     """The files of a tokenizer of the library, as another process builds it."""
     path = folder / "tokenizer.json"
     path.write_text(inner.to_str() if inner else TRAINED)
-    return TokenizerFiles("HFTokenizer", path, None, build_tokenizer("HFTokenizer", path).hash)
+    return TokenizerFiles("HFTokenizer", path)
 
 
 def whole(texts, text=TRAINED):

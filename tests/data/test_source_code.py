@@ -2,8 +2,6 @@
 
 import importlib.metadata
 import itertools
-import random
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -11,11 +9,9 @@ import pytest
 from megatron.data.corpora import source_code
 from megatron.data.corpora.recipes import named, read_recipe
 from megatron.data.corpora.source_code import (
-    FOREIGN,
     Environment,
     Package,
     Repeats,
-    StandardLibrary,
     digest_of,
     documents_of,
 )
@@ -23,14 +19,6 @@ from megatron.errors import UserError
 from megatron.files import ROOT
 
 CODE = "def f(x):\n    return x\n" * 30
-
-
-def test_stdlib_is_the_running_pythons_own_source_in_an_order_that_is_always_the_same():
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = [path for path in root.rglob("*.py") if not FOREIGN & set(path.parts)]
-    files.sort()
-    random.Random(1234).shuffle(files)
-    assert StandardLibrary(limit=20).paths == files[:20]
 
 
 def test_a_document_of_repeats_is_a_few_random_words_again_and_again_the_same_everywhere():
@@ -43,25 +31,6 @@ def test_a_document_of_repeats_is_a_few_random_words_again_and_again_the_same_ev
         periods.add(period)
         assert len(words) == 200
     assert periods == {4, 8, 16, 32, 64, 128}
-
-
-def test_files_are_decoded_as_python_does_and_those_it_cannot_decode_are_counted(tmp_path):
-    Path("package").mkdir()
-    Path("site-packages").mkdir()
-    Path("a.py").write_bytes("# coding: latin-1\r\nx = 'é'\n".encode("latin-1"))
-    Path("package/b.py").write_bytes(b"x = '\xff'\n")
-    Path("package/c.py").write_bytes(b"# coding: no-such\n")
-    Path("site-packages/d.py").write_text("d = 1\n")
-    Path("notes.txt").write_text("no Python")
-    library = StandardLibrary(tmp_path)
-    assert list(library.documents()) == ["# coding: latin-1\nx = 'é'\n"]
-    assert library.skips == {"not decoded": 2}
-    [before] = library.sources()
-    assert (before["files"], before["bytes"]) == (3, 27 + 8 + 18)
-    Path("a.py").write_text("y = 1\n")
-    assert library.sources()[0]["sha256"] != before["sha256"]
-    with pytest.raises(UserError, match=r"stdlib: .* has no \.py files - use a Python that comes"):
-        StandardLibrary(Path("none"))
 
 
 @pytest.fixture
@@ -121,13 +90,6 @@ def test_another_text_than_the_recipes_is_refused(installed):
     assert list(Environment("mine", {"ccc": right}).documents()) == [CODE]
 
     changed = right.model_copy(update={"sha256": "0" * 64})
-    with pytest.raises(UserError, match=r"mine: the files of ccc 1.0 are not those of the recipe"):
-        list(Environment("mine", {"ccc": changed}).documents())
-    newer = right.model_copy(update={"version": "1.1"})
-    with pytest.raises(UserError) as raised:
-        Environment("mine", {"no_such_package": right, "ccc": newer})
-    assert str(raised.value) == (
-        "mine: no_such_package 1.0 is needed, nothing is installed; ccc 1.1 is needed, 1.0 is"
-        " installed - install with pip what is needed, or all of constraints.txt, as `make` does"
-        " without CONSTRAINTS="
-    )
+    for name, recipe in (("ccc", changed), ("no_such_package", right)):
+        with pytest.raises(UserError, match=f"mine: needs the files of {name} 1.0, and others are"):
+            list(Environment("mine", {name: recipe}).documents())

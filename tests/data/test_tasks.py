@@ -6,7 +6,6 @@ import json
 import re
 import string
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -368,28 +367,15 @@ def test_two_ranks_read_the_problems_of_one():
     assert np.array_equal(next(resumed), next(alone))
 
 
-# --- On the disk, where it is asked for ---
-
-
-def test_problems_are_written_as_json_lines_and_listed():
-    words = ["task:recall", "--documents", "7", "-d", ".", "--length", "20"]
-    shown = run([*words, "--task-args", "{pairs: 2}", "--split", "valid", "--name", "two"])
-    file = Path("two/two.jsonl")
-    assert shown == f"{file}: 7 valid problems of task:recall"
+def test_problems_are_listed_and_written_as_json():
     text = TaskText("recall", {"pairs": 2})
     samples = text.samples("valid", 20, 1234)
-    for number, line in enumerate(file.read_text().splitlines()):
+    for number, line in enumerate(text.lines("valid", 20, 1234, 7)):
         problem = json.loads(line)
         answer = iter(problem["answer"].split())
         words_of_line = [next(answer) if w == "_" else w for w in problem["question"].split()]
         ids, marks = samples[number]
         assert words_of_line == [text.words[number] for number in ids[ids > 0]]
         assert problem["question"].split().count("_") == marks.sum()
-    assert number == 6
-    run(["task:copy", "--documents", "1", "-d", "."])
-    with pytest.raises(ValueError, match=r"copy.jsonl exists"):
-        run(["task:copy", "--documents", "2", "-d", "."])
-    run(["task:copy", "--documents", "2", "-d", ".", "--overwrite"])
-    assert len(Path("copy/copy.jsonl").read_text().splitlines()) == 2
     listed = [line.split(" ")[0] for line in run(["--list"]).split("\n\n")[1].splitlines()]
     assert listed == [f"task:{name}" for name in TASKS]
