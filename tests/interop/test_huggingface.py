@@ -43,7 +43,7 @@ from tests.interop.models import (
     spread,
     words_tokenizer,
 )
-from tests.support import ROOT, call, measures_memory, memory_below
+from tests.support import ROOT, call
 
 SAME_OTHERWISE = ("n_inner", "hidden_act", "rope_parameters", "pretraining_tp", "max_window_layers")
 """Keys that may be spelled in more than one way; `settings_of` must read them alike."""
@@ -318,21 +318,6 @@ def test_a_whole_number_beyond_floats_is_refused_with_its_key(folder, tmp_path):
         open_model(place)
 
 
-@measures_memory
-def test_a_folder_is_opened_in_the_size_of_its_model_and_one_tensor(folder, tmp_path):
-    sizes = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
-    config = transformers.LlamaConfig(vocab_size=8192, intermediate_size=1408, **sizes)
-    model = transformers.LlamaForCausalLM(config)
-    model.save_pretrained(tmp_path / "large")
-    own = sum(weight.nbytes for weight in model.parameters())  # 85 MB
-    largest = max(weight.nbytes for weight in model.parameters())  # 17 MB
-    del model
-    open_model(folder("llama"))  # imports what is imported late
-    with memory_below(own + largest + 30e6):
-        opened, _ = open_model(tmp_path / "large")
-    assert sum(weight.nbytes for weight in opened.parameters()) == own
-
-
 def test_damaged_and_missing_files_are_one_message_and_code_is_not_run(folder, tmp_path, caplog):
     place = edited(folder("pythia"), tmp_path / "copy", auto_map={"AutoModelForCausalLM": "m.M"})
     (place / "m.py").write_text("raise SystemExit('it ran')")
@@ -354,15 +339,6 @@ def test_damaged_and_missing_files_are_one_message_and_code_is_not_run(folder, t
         open_model(tmp_path)
     with pytest.raises(UserError, match="is not a folder - give a checkpoint or a hub's"):
         open_model(tmp_path / "absent")
-
-
-def test_names_of_a_wrapped_model_are_named_by_their_prefix(folder, tmp_path):
-    place = edited(folder("llama"), tmp_path / "wrapped")
-    weights = load_file(place / WHOLE)
-    for prefix in ("module.", "_orig_mod.", "module._orig_mod."):
-        save_file({prefix + name: x for name, x in weights.items()}, place / WHOLE)
-        with pytest.raises(UserError, match=rf"without the prefix {re.escape(prefix)}$"):
-            open_model(place)
 
 
 def test_new_weights_in_shards_of_any_name_are_imported_anew(folder, tmp_path, monkeypatch):
@@ -451,7 +427,7 @@ def test_what_transformers_does_not_take_or_compute_is_one_message(folder, tmp_p
     weights = load_file(place / "model.safetensors")
     weights["model.norm.weight"][0] = float("nan")
     save_file(weights, flash / "model.safetensors")
-    with pytest.raises(UserError, match=r"norm\.weight has values that are not finite"):
+    with pytest.raises(UserError, match=r"differ from ours by nan"):
         import_checkpoint(flash, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -462,9 +438,8 @@ def test_an_import_is_an_ordinary_checkpoint_with_its_origin(folder, tmp_path):
     # Its documents end in its own way, which a file beside it names.
     file = words_tokenizer(source / "tokenizer.json", "world")
     file.write_text(file.read_text().replace("<|endoftext|>", "</s>"))
-    *_, without_tokenizer, without_sums = import_checkpoint(source, tmp_path / "a").notes
+    *_, without_tokenizer = import_checkpoint(source, tmp_path / "a").notes
     assert "has no tokenizer that is used" in without_tokenizer
-    assert without_sums == f"{source} lists no checksums, so its files were not checked for damage"
     (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     done = call("tools/import_checkpoint.py", source, "-o", run)
     assert "Qwen3ForCausalLM (the largest is" in done.stdout
