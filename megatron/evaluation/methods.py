@@ -37,7 +37,7 @@ from torch import Tensor
 from megatron.attention import attend
 from megatron.attention.eager import all_scores, attended
 from megatron.attention.scope import BLOCK
-from megatron.attention.sdpa import MOST_SCORES, cpu_kernel, sdpa
+from megatron.attention.sdpa import MOST_SCORES, sdpa
 from megatron.attention.terms import Terms, merge, with_sink
 from megatron.errors import UserError, did_you_mean
 from megatron.model.block import Text
@@ -54,7 +54,7 @@ class MethodKind(NamedTuple):
     """Options of a method and their types, tokens unless something else is said.
 
     defaults: of options that need not be given, by the training's length and what is given
-    needs: the attribute that the encoding of at least one layer must have; None: nothing
+    needs: what the encoding of at least one layer does; None: nothing
     between: far distances may lie between whole numbers, where tables have no value
     scaling: of `rotary`, which the encoding gets with these options; None: tokens move instead
     """
@@ -120,11 +120,6 @@ SINKS = MethodKind({"window": int, "sinks": int}, needs=None)
 """The setting `sinks` beside `window`."""
 FACTORS: dict[str, dict[str, list[float]]] = {}
 """LongRoPE's factors that were read: long_factor and short_factor, by a name of their contents."""
-LACKS = {
-    "rotates": "does not turn queries and keys by position; it is for encodings such as rotary",
-    "stretches": "has no frequencies that can be stretched; it is for rotary",
-}
-"""Reasons why an encoding does not fit a method."""
 
 
 @dataclass(frozen=True)
@@ -185,10 +180,6 @@ class Method:
             return self.options["window"], self.options["sinks"]
         return window, None
 
-    def attend(self, text: Text) -> Tensor:
-        """The output of attention over a text: [batch, heads, queries, head_dim]."""
-        return attention_by_method(self, text)
-
     def table_length(self, keys: int) -> int:
         """The number of distances that a table must have for so many keys."""
         return max(keys, self.options.get("limit", 0) + 1)
@@ -201,30 +192,65 @@ class Method:
 
     def obstacle(self, position: Position) -> str | None:
         """The reason why tokens of this encoding cannot stand at other positions, or None."""
-        has = position.has
-        if self.kind.between and has_table(position):
-            return "its bias by distance has no value between whole distances"
-        if self.kind.needs == "stretches" and not position.stretches:
-            return stretched_already(position) or "its base cannot change"
+        if self.kind.needs == "stretches" and position.stretch_fault is not None:
+            return position.stretch_fault
         if self.scaling:
             try:
                 deepcopy(position).use_scaling(self.scaling)
             except UserError as fault:
                 return str(fault)
             return None
-        if has("on_scores"):
-            return "it changes all scores of a query by their content"
-        if has("block_scores"):
-            return "its scores depend on the tokens between query and key"
-        if position.changes_embeddings:
-            return "it adds positions to the embeddings, where they stay"
-        if has("index_bias"):
-            return "its bias depends on the places of both tokens, not on their distance"
-        if not position.movable:
-            return "its queries and keys are known at their own positions alone"
-        if has("on_queries_keys") and has("on_queries_keys_by_content"):
-            return "it turns queries and keys by their content too"
-        return None
+        has = position.has
+        reasons = {
+            "its bias by distance has no value between whole distances": (
+                self.kind.between and has_table(position)
+            ),
+            "it changes all scores of a query by their content": has("on_scores"),
+            "its scores depend on the tokens between query and key": has("block_scores"),
+            "it adds positions to the embeddings, where they stay": position.changes_embeddings,
+            "its bias depends on the places of both tokens, not on their distance": (
+                has("index_bias")
+            ),
+            "its queries and keys are known at their own positions alone": not position.movable,
+            "it turns queries and keys by their content too": (
+                has("on_queries_keys") and has("on_queries_keys_by_content")
+            ),
+        }
+        return next((reason for reason, applies in reasons.items() if applies), None)
+
+    def attend(self, text: Text) -> Tensor:
+        """The output of attention over a text: [batch, heads, queries, head_dim]."""
+        start, end = text.start, text.k.shape[2]
+        key = torch.arange(end, device=text.k.device)
+        values = for_each_query_head(text.v, text.q.shape[1] // text.v.shape[1])
+        factor = self.options.get("attention_factor", 1.0)
+        if factor != 1:
+            scale = text.position.origin.new_full((1, end - start), factor**2)
+            if text.query_scale is not None:
+                scale = scale * text.query_scale
+            text = replace(text, query_scale=scale)
+        if "chunk" in self.options:
+            return by_chunks(self, text, values)
+        if self.near_keys is not None:
+            query, rows = key[start:], slice(0, end - start)
+            far = self.far(query, key)
+            sinks = self.options.get("sinks")
+            return near_far(
+                text.turned(rows, query, key),
+                text.turned(rows, *far),
+                values,
+                text.terms if sinks is None else replace(text.terms, window=None),
+                places=(far[0].long(), far[1].long()),
+                distance=self.options["window"],
+                sinks=sinks,
+            )
+        # One part of the queries after the other, each with the base of its length.
+        outputs = []
+        for first, stop, stretch in self.parts(start, end, text.position.shape.train_length):
+            rows, keys = slice(first - start, stop - start), slice(0, stop)
+            q, k = text.turned(rows, key[first:stop], key[keys], stretch)
+            outputs.append(attend(q, k, values[:, :, keys], text.terms.part(rows, keys)))
+        return torch.cat(outputs, dim=2)
 
     def parts(self, start: int, end: int, train_length: int) -> Iterator[tuple[int, int, float]]:
         """(first query, end, growth of the base) of the queries start … end - 1, by their base."""
@@ -243,10 +269,10 @@ def method_of(text: str, train_length: int) -> Method:
 
     Options that are not given have the defaults of their method. Raises UserError for others.
     """
-    fault = fault_of_name(text)
-    if fault is not None:
-        raise UserError(fault)
     name, *words = text.split(",")
+    if name not in METHODS:
+        hint = did_you_mean(name, METHODS) or f"choose from {', '.join(METHODS)}"
+        raise UserError(f"--method {text:.80}: no such method; {hint}")
     kind = METHODS[name]
     options: dict[str, Any] = {}
     option_types = ", ".join(f"{option}={type.__name__}" for option, type in kind.options.items())
@@ -255,9 +281,7 @@ def method_of(text: str, train_length: int) -> Method:
         try:
             options[key] = kind.options[key](value[:20])
         except (KeyError, ValueError):
-            raise UserError(
-                f"--method {name}: {shown(word)} is wrong; give {option_types}"
-            ) from None
+            raise UserError(f"--method {name}: {word:.80} is wrong; give {option_types}") from None
     options = kind.defaults(train_length, options) | options
     for key in kind.options:
         if key not in options:
@@ -275,20 +299,6 @@ def method_of(text: str, train_length: int) -> Method:
             value = options[key]
             raise UserError(f"--method {name}: {key}={value} is not within {least} … {most}")
     return Method(name, options)
-
-
-def shown(text: str) -> str:
-    """A text of the user's for a message: printable, and not long."""
-    return ascii(text)[1:-1][:100]
-
-
-def fault_of_name(text: str) -> str | None:
-    """The message about the name of the method in a text, or None."""
-    name = text.split(",")[0]
-    if name in METHODS:
-        return None
-    hint = did_you_mean(name, METHODS) or f"choose from {', '.join(METHODS)}"
-    return f"--method {shown(text)}: no such method; {hint}"
 
 
 @dataclass(frozen=True)
@@ -367,29 +377,15 @@ def faults_of(
         window = min(lengths)
         if method.name in ("lm_infinite", "dual_chunk") or window <= near_keys:
             yield f"{where}: window {window} hides what it is for; give --window none"
-    needs = method.kind.needs
-    if needs is not None and not any(getattr(position, needs) for position in positions):
-        stretched = [stretched_already(position) for position in positions if position.stretched_by]
-        lacks = stretched[0] if stretched else f"{names} {LACKS[needs]}, alone or in sum"
-        yield f"{where}: {lacks}"
+    if method.kind.needs is not None and not any(position.rotates for position in positions):
+        yield f"{where}: {names} do not turn queries and keys by position; take rotary"
         return
     for position in positions:
         obstacle = method.obstacle(position)
         if obstacle is not None and method.applies_to(position):
-            yield f"{where}: {name_of(position)} cannot be read so: {obstacle}"
+            yield f"{where}: {name_of(position)} cannot have it: {obstacle}"
     if attention.reset_attention_mask and not method.scaling:
         yield f"{where}: reads a text as one document; set reset_attention_mask=false"
-
-
-def stretched_already(position: Position) -> str | None:
-    """The reason why frequencies of a model cannot be stretched again, and what to take; or None"""
-    if position.stretched_by is None:
-        return None
-    moving_methods = [name for name, kind in METHODS.items() if kind.needs != "stretches"]
-    return (
-        f"the frequencies of {name_of(position)} are stretched already (scaling:"
-        f" {position.stretched_by}); take one of {', '.join(moving_methods)}"
-    )
 
 
 def name_of(position: Position) -> str:
@@ -410,41 +406,6 @@ def clipped(table: Tensor | None, distance: int | None) -> Tensor | None:
     last = table[:, distance : distance + 1]
     beyond = table.shape[1] - distance - 1
     return torch.cat([table[:, : distance + 1], last.expand(-1, beyond)], dim=1)
-
-
-def attention_by_method(method: Method, text: Text) -> Tensor:
-    """The output of attention over a text: [batch, heads, queries, head_dim]."""
-    start, end = text.start, text.k.shape[2]
-    key = torch.arange(end, device=text.k.device)
-    values = for_each_query_head(text.v, text.q.shape[1] // text.v.shape[1])
-    factor = method.options.get("attention_factor", 1.0)
-    if factor != 1:
-        scale = text.position.origin.new_full((1, end - start), factor**2)
-        if text.query_scale is not None:
-            scale = scale * text.query_scale
-        text = replace(text, query_scale=scale)
-    if "chunk" in method.options:
-        return by_chunks(method, text, values)
-    if method.near_keys is not None:
-        query, rows = key[start:], slice(0, end - start)
-        far = method.far(query, key)
-        sinks = method.options.get("sinks")
-        return near_far(
-            text.turned(rows, query, key),
-            text.turned(rows, *far),
-            values,
-            text.terms if sinks is None else replace(text.terms, window=None),
-            places=(far[0].long(), far[1].long()),
-            distance=method.options["window"],
-            sinks=sinks,
-        )
-    # One part of the queries after the other, each with the base of its length.
-    outputs = []
-    for first, stop, stretch in method.parts(start, end, text.position.shape.train_length):
-        rows, keys = slice(first - start, stop - start), slice(0, stop)
-        q, k = text.turned(rows, key[first:stop], key[keys], stretch)
-        outputs.append(attend(q, k, values[:, :, keys], text.terms.part(rows, keys)))
-    return torch.cat(outputs, dim=2)
 
 
 def by_chunks(method: Method, text: Text, v: Tensor) -> Tensor:
@@ -505,9 +466,6 @@ def far_keys(
     """
     (batch, heads, queries), keys = q.shape[:3], k.shape[2]
     tables = terms.bias is not None or terms.weight is not None
-    plain = terms.is_causal_alone and terms.content is None
-    if plain and last is None and q.device.type == "cpu" and not torch.is_grad_enabled():
-        return cpu_kernel(q, k, v, None)
     if last is None:
         last = torch.full_like(places[0], keys)
     size = max(1, min(BLOCK, MOST_SCORES // (batch * heads * keys)))

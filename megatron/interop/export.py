@@ -329,12 +329,6 @@ def card(
 
     name: of the folder; record: checkpoint.json; notes: sentences for the reader
     """
-    contexts = []
-    ends = [stage.until for stage in config.training.seq_length_schedule]
-    for first in (1, *(end + 1 for end in ends if end and end < record["step"])):
-        stage = config.training.stage_of(first)
-        length = (stage and stage.seq_length) or config.model.seq_length
-        contexts.append(f"{length} tokens from step {first}" if ends else f"{length} tokens")
     environment = jinja2.Environment(keep_trailing_newline=True)
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         architecture=form.architecture,
@@ -342,7 +336,7 @@ def card(
         own_class=bool(form.sources),
         label=config.label,
         is_imported=imported_class(record) is not None,
-        context=", ".join(contexts),
+        context=f"{config.model.seq_length} tokens",
         config=config,
         record=record,
         notes=notes,

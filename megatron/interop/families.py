@@ -4,14 +4,11 @@
 describe one of ours as theirs. transformers itself fills in what a config.json leaves out.
 """
 
-import inspect
 import json
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,9 +45,6 @@ TRAINING_ALONE = (
     "output_layer_init_method",
 )
 """Keys of section `model` that do not change what a trained model computes."""
-PROSE = re.compile(r'""".*?"""|#[^\n]*', re.DOTALL)  # of a source
-OF_ROTARY = re.compile(r"^(pos_emb_layers: )?pos_emb_args: rotary: ")
-KEY_IN_FAULT = re.compile(r"(^|(?<=rope_parameters\.))\w+(?=:)|\b\w+_\w+\b")
 
 
 @dataclass(frozen=True)
@@ -134,20 +128,13 @@ class Family:
         return keys | {self.section: inner} if inner else keys
 
     def reads(self, key: str, value: Any) -> bool:
-        """Whether transformers' class, or what all classes share, may read a key of config.json."""
+        """Whether transformers' class may read a key of config.json."""
         import transformers  # only here: importing it takes seconds
 
         if key == "layer_types" and isinstance(value, list) and {*map(str, value)} == {FULL}:
             return "sliding_window" in self.layered  # else as without the key
-        config_class = transformers.CONFIG_MAPPING[self.model_type]
-        if hasattr(config_class(), key):
-            return True
-        modules = [getattr(transformers, self.architecture).__module__, config_class.__module__]
-        modules += [f"transformers.{name}" for name in TABLE["modules_of_every_class"]]
-        name = re.escape(key.rpartition(".")[2])
-        use = re.compile(rf"config\.{name}\b|[\"']{name}[\"']")
-        sources = [PROSE.sub("", inspect.getsource(import_module(name))) for name in modules]
-        return any(use.search(source) for source in sources)
+        is_known = hasattr(transformers.CONFIG_MAPPING[self.model_type](), key)
+        return is_known or key in TABLE["keys_of_every_class"]
 
     def settings_of(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Our keys and values for a config.json; UserError for what we do not compute."""
@@ -248,19 +235,10 @@ class Family:
             settings |= {"pos_emb": name, "pos_emb_args": options}
         words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
         try:
-            return load([], [*words, f"make_vocab_size_divisible_by={config['vocab_size']}"])
+            return load([], [*words, f"make_vocab_size_divisible_by={config.get('vocab_size')}"])
         except UserError as fault:
             _, *faults = str(fault).split("\n  ")
-        # These are the user's keys: a message about ours would name no place in the file.
-        theirs = TABLE["keys_by_ours"] | {ours: key for key, (ours, *_) in self.keys.items()}
-        place = "rope_parameters."
-        if self.dimensions:
-            place, theirs["rotary_pct"] = "", self.dimensions
-        renamed = []
-        for line in faults:
-            text = OF_ROTARY.sub(place, line)
-            renamed.append(KEY_IN_FAULT.sub(lambda key: theirs.get(key[0], key[0]), text))
-        raise UserError("; ".join(renamed))
+            raise UserError("; ".join(faults)) from None
 
     def config_of(self, config: Config, vocab: int) -> dict[str, Any]:
         """config.json for a model of ours; UserError, with all reasons, if it is another kind.

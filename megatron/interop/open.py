@@ -154,11 +154,8 @@ def local_folder(source: str | Path) -> Path:
         )
     except (ImportError, OSError, ValueError, RuntimeError) as fault:
         reason = missing_package(fault) or in_words(fault)
-        patterns = " ".join(f"--include '{pattern}'" for pattern in HUB_FILES)
-        if revision:
-            patterns += f" --revision {revision}"
         raise UserError(
             f"{folder}: is not a folder here, and cannot be downloaded ({reason}) - check"
-            f" the name, your rights and the network; or run `hf download {name} {patterns}"
-            f" --local-dir {folder.name}` elsewhere, copy that folder here and give its path"
+            f" the name, your rights and the network; or run `hf download {name} --local-dir"
+            f" {folder.name}` elsewhere, copy that folder here and give its path"
         ) from None

@@ -15,11 +15,12 @@ one number, or a list with one per head. Layers share them if
 """
 
 import math
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from megatron.positions.base import DistanceBias, Position, Shape
+from megatron.positions.base import DistanceBias, Fork, Position, Shape
 from megatron.positions.per_head import Given, PerHead
 from megatron.positions.registry import register
 
@@ -34,6 +35,8 @@ class Kerple(PerHead):
     draws: names of these numbers in the order in which they are drawn, each from U(0, high). Each
         name is an option: one number for all heads, or a list of one per head, fixes it
     """
+
+    draws: ClassVar[dict[str, float]] = {}
 
     def __init__(self, shape: Shape, **fixed: Given | None) -> None:
         super().__init__(shape)
@@ -61,11 +64,10 @@ class KerpleLog(Kerple, DistanceBias):
     p, a: learned unless given as one number or one per head
     """
 
-    published = True
     claims = ("zero_at_0", "never_rises", "conditionally_positive_definite")
     draws = {"p": 2.0, "a": 1.0}
     bounds = {"p": POSITIVE, "a": POSITIVE}
-    reference_names = {"p": "bias_p", "a": "bias_a"}
+    fork = Fork({"p": "bias_p", "a": "bias_a"})
 
     def log_kernel(self, distance: Tensor) -> Tensor:
         return -self.per_head("p") * torch.log1p(self.per_head("a") * distance)
@@ -100,11 +102,10 @@ class KerplePower(Kerple, DistanceBias):
     a, p: learned unless given as one number or one per head
     """
 
-    published = True
     claims = ("zero_at_0", "never_rises", "conditionally_positive_definite")
     draws = {"a": 1.0, "p": 2.0}
     bounds = {"a": POSITIVE, "p": EXPONENT}
-    reference_names = {"a": "bias_a", "p": "bias_p"}
+    fork = Fork({"a": "bias_a", "p": "bias_p"})
 
     def log_kernel(self, distance: Tensor) -> Tensor:
         return -self.per_head("a") * distance ** self.per_head("p")
@@ -119,10 +120,9 @@ class KerpleWeight(Kerple, WeightKernel):
     weight_a, weight_p: learned unless given as one number or one per head
     """
 
-    published = True
     draws = {"weight_a": 1.0, "weight_p": 2.0}
     bounds = {"weight_a": POSITIVE, "weight_p": EXPONENT}
-    reference_names = {"weight_a": "wei_a", "weight_p": "wei_p"}
+    fork = Fork({"weight_a": "wei_a", "weight_p": "wei_p"})
 
     def weight_kernel(self, distance: Tensor) -> Tensor:
         return torch.exp(-self.per_head("weight_a") * distance ** self.per_head("weight_p"))
@@ -155,7 +155,7 @@ class KerpleBiasWeight(KerplePower, KerpleWeight):
 
     draws = {**KerplePower.draws, **KerpleWeight.draws}
     bounds = {**KerplePower.bounds, **KerpleWeight.bounds}
-    reference_names = {**KerplePower.reference_names, **KerpleWeight.reference_names}
+    fork = Fork({**KerplePower.fork.names, **KerpleWeight.fork.names})
 
 
 @register("kerple_bias_2para")

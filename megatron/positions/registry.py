@@ -1,11 +1,9 @@
 """Every encoding by its name in the YAML key `pos_emb`, and how one is built from its options."""
 
 import ast
-import errno
 import hashlib
 import inspect
 import math
-import os
 import re
 import sys
 import types
@@ -74,20 +72,12 @@ def register(name: str, *, aliases: Sequence[str] = ()) -> Callable[[type], type
 def load_file(path: str | Path) -> str:
     """Run a user's own Python file, which registers its encodings, and return its text.
 
-    A text runs once in a process. UserError if the file cannot be read or run, if it registers
-    nothing or a name that is taken, or if it has changed since it was loaded. sys.exit in it is
-    such a fault; os._exit cannot be caught.
+    A text runs once in a process. UserError if the file cannot be read or run, or if it registers
+    nothing or a name that is taken.
     """
     path = str(path)
     try:
-        # Not by megatron.files: an exported model carries this file, and that one does not.
-        if os.path.exists(path) and not os.path.isfile(path):  # a pipe or a device may never end
-            raise OSError(errno.EINVAL, "it is no regular file")
-        with open(path, "rb") as file:
-            content = file.read(LARGEST_USER_FILE + 1)
-        if len(content) > LARGEST_USER_FILE:
-            raise OSError(errno.EFBIG, f"it has more than {LARGEST_USER_FILE:,} bytes")
-        text = content.decode("utf-8")
+        text = Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as fault:
         reason = getattr(fault, "strerror", None) or "it is not text"
         raise UserError(
@@ -96,10 +86,6 @@ def load_file(path: str | Path) -> str:
     digest = syntax_fingerprint(text)
     if digest in FILES:
         return text
-    if Path(path).resolve() in (Path(loaded).resolve() for loaded in FILES.values()):
-        raise UserError(
-            f"pos_emb_file: {path} was changed after this process had loaded it; start again"
-        )
     before = dict(REGISTRY), dict(ALIASES)
     module = types.ModuleType(f"pos_emb_file_{digest[:12]}")
     module.__file__ = path
@@ -196,7 +182,7 @@ def options_of(encoding: str | type[Position]) -> dict[str, inspect.Parameter]:
                 options.setdefault(parameter.name, parameter)
         if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters):
             break
-    for key in encoding.draws:
+    for key in getattr(encoding, "draws", ()):  # of KERPLE's kernels
         drawn = inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None)
         options.setdefault(key, drawn)
     return options
@@ -205,17 +191,17 @@ def options_of(encoding: str | type[Position]) -> dict[str, inspect.Parameter]:
 def defaults_of(name: str) -> dict[str, Any]:
     """Defaults of the options of an encoding, those of earlier spellings included."""
     defaults = {key: option.default for key, option in options_of(name).items()}
-    return {**encoding_called(name).earlier, **defaults}
+    return {**getattr(encoding_called(name), "earlier", {}), **defaults}
 
 
 def in_earlier_spelling(name: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Name and all options of an encoding: yarn {factor: 4} is rotary {scaling: yarn, …}."""
     encoding = encoding_called(name)
+    joined_as = getattr(encoding, "joined_as", None)
     base = name
-    if encoding.joined_as is not None:
+    if joined_as is not None:
         base = next(key for key, kind in REGISTRY.items() if issubclass(encoding, kind))
-    joined_as = encoding.joined_as or {}
-    return base, {**defaults_of(base), **defaults_of(name), **joined_as, **options}
+    return base, {**defaults_of(base), **defaults_of(name), **(joined_as or {}), **options}
 
 
 def named(option: str, item: Any) -> tuple[str, dict[str, Any]]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.errors import UserError
-from megatron.positions.base import Pair, Shape, Turning
+from megatron.positions.base import Fork, Pair, Shape, Turning
 from megatron.positions.frequencies import LEAST_BASE, inverse_frequencies
 from megatron.positions.registry import chosen, listed, options_of, positive, register, whole
 
@@ -30,10 +30,11 @@ class Rotary(Turning):
     interleaved: whether feature 2j turns with 2j + 1 (GPT-J), and not j with j + dim/2 (GPT-NeoX)
     """
 
-    published = True
     only_rotates = True
-    draws_positions = False
-    reference_names = {"inv_freq": "inv_freq"}
+    in_parts = ("prepare",)  # which draws nothing
+    fork = Fork({"inv_freq": "inv_freq"})
+    # Defaults of options of the earlier spelling, and which of them mean this class.
+    joined_as: ClassVar[dict[str, Any] | None] = None
     earlier: ClassVar[dict[str, Any]] = {
         "fraction": 1.0,
         "clipped": 0,
@@ -72,10 +73,16 @@ class Rotary(Turning):
         self.turn = partial(rotate, interleaved=interleaved)
         scalings = [name for name, kind in SCALINGS.items() if isinstance(self, kind)]
         self.stretched_by = scalings[-1] if len(scalings) > 1 else None
-        self.stretches = self.stretched_by is None and self.dim > 2
         self.scaling: dict[str, Any] = {}  # of `use_scaling`
         self.is_short = False
         self._turn_as(self)
+
+    @property
+    def stretch_fault(self) -> str | None:
+        """See Position."""
+        if self.stretched_by is not None:
+            return f"it is stretched already (scaling: {self.stretched_by}); take another method"
+        return None if self.dim > 2 else "it turns one pair of features, which cannot be stretched"
 
     def frequencies(self, base: float) -> Tensor:
         """Frequencies for a base, of long texts where they differ: [dim / 2] float64."""
@@ -173,16 +180,16 @@ class Rotary(Turning):
             if name not in cls.earlier or value != cls.earlier[name]
         }
         scaling = chosen("scaling", rest.pop("scaling", "none"), SCALINGS)
-        resonance = rest.pop("resonance", False)
-        if resonance not in (True, False):
-            raise UserError(f"resonance: {resonance!r} is not true or false")
         relatives = [SCALINGS[scaling]]
-        if resonance:
-            relatives.insert(0, Resonance)
-        if "fraction" in rest:
-            relatives.insert(0, PRope)
-        if "clipped" in rest:
-            relatives.insert(0, ClippedRope)
+        for option, relative in (
+            ("resonance", Resonance),
+            ("fraction", PRope),
+            ("clipped", ClippedRope),
+        ):
+            if option in rest:
+                relatives.insert(0, relative)
+        if rest.pop("resonance", True) is not True:
+            raise UserError(f"resonance: {options['resonance']!r} is not true or false")
         kinds = [relative for relative in relatives if not issubclass(cls, relative)]
         if cls is not Rotary or not kinds:
             kinds.insert(0, cls)
@@ -190,13 +197,8 @@ class Rotary(Turning):
         if len(kinds) > 1:
             kind = type(cls.__name__, tuple(kinds), {})
         takes = options_of(kind)
-        for name, value in rest.items():
-            if name not in takes:
-                effective = [key for key, other in SCALINGS.items() if name in options_of(other)]
-                raise UserError(
-                    f"{name}: {value} has no effect with scaling: {scaling};"
-                    f" choose {' or '.join(effective)}, or leave it out"
-                )
+        for name in rest.keys() - takes.keys():
+            raise UserError(f"{name}: {rest[name]} has no effect with scaling: {scaling}")
         if "factor" in takes:
             rest.setdefault("factor", 1.0)
         return kind, rest

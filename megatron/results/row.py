@@ -45,7 +45,7 @@ class Variant(TypedDict, total=False):
     dtype: str  # of the model's matrices
 
 
-OPTION_TYPES = {name: OPTIONS[name].kind for name in (*SETTING_OPTIONS, *PLACE_OPTIONS)}
+OPTION_TYPES = dict.fromkeys((*SETTING_OPTIONS, *PLACE_OPTIONS), int)
 ProtocolOptions = TypedDict("ProtocolOptions", OPTION_TYPES, total=False)  # pyright: ignore
 
 

@@ -402,6 +402,6 @@ def _kinds_of_tensors(position: Position) -> dict[str, tuple[str, bool]]:
     kinds = {}
     for owner, name, _ in position.own_parameters():
         path = paths[id(owner)]
-        by_position = isinstance(owner, Position) and name in owner.rows_are_positions
+        by_position = isinstance(owner, Position) and owner.changes_embeddings
         kinds[f"{path}.{name}".lstrip(".")] = (type(owner).__qualname__, by_position)
     return kinds

@@ -1,4 +1,4 @@
-"""Documents and chunks computed one by one give what the definition gives under a mask."""
+"""Documents under a mask and chunks one by one give what the definition gives under a mask."""
 
 import pytest
 import torch

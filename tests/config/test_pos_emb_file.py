@@ -71,7 +71,7 @@ def test_a_file_is_run_once_and_its_encoding_has_options_messages_and_aliases(mi
     assert "flat takes no option 'heit'; did you mean height?" in line
     mine.write_text(CODE + "edited = True\n")
     (line,) = faults(f"pos_emb_file={mine}")
-    assert "was changed after this process had loaded it; start again" in line
+    assert "the name 'flat' is taken by another encoding" in line
 
 
 def test_the_code_counts_for_the_hash_and_its_comments_and_place_do_not(mine, tmp_path):

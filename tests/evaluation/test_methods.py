@@ -16,7 +16,6 @@ from megatron.evaluation.methods import (
     METHODS,
     MeasuredAttention,
     Method,
-    attention_by_method,
     faults_of,
     method_of,
     near_far,
@@ -117,16 +116,16 @@ def test_an_encoding_refuses_a_method_or_decodes_with_it_in_pieces_as_in_a_whole
 
 def test_a_layer_that_cannot_is_named():
     for names, variant, message in (
-        ("[rotary, alibi]", "self_extend", "self_extend,window=20,group=3: alibi cannot be read"),
+        ("[rotary, alibi]", "self_extend", "self_extend,window=20,group=3: alibi cannot have it"),
         (
             "[rotary: {scaling: linear}]",
             "yarn",
-            r"pi are stretched already \(scaling: linear\); take one of rerope, leaky_rerope",
+            r"it is stretched already \(scaling: linear\); take another method",
         ),
         ("[{sum: {parts: [rope: {scaling: llama3}]}}]", "dynamic_ntk", "scaling: llama3"),
         ("[rotary, rotary: {scaling: ntk}]", "yarn", "stretched already .scaling: ntk.; take"),
-        ("[nope, alibi]", "yarn", "none or alibi has no frequencies that can be stretched"),
-        ("[rotary, fire]", "sinks", "fire cannot be read so: its bias depends on the places"),
+        ("[nope, alibi]", "yarn", "none or alibi do not turn queries and keys"),
+        ("[rotary, fire]", "sinks", "fire cannot have it: its bias depends on the places"),
     ):
         with pytest.raises(UserError, match=message):
             with_method(model("rotary", f"pos_emb_layers={names}"), variant)
@@ -161,7 +160,7 @@ def test_a_table_is_asked_for_places_in_the_cache_or_for_the_ceiling():
         scores = q @ k.mT / math.sqrt(8) - slopes[:, None, None] * distance
         expected = scores.masked_fill(~visible, -math.inf).softmax(-1) @ v
         bias = position.distance_bias(method.table_length(60))
-        result = attention_by_method(method, Text(position, q, k, v, Terms(bias)))
+        result = method.attend(Text(position, q, k, v, Terms(bias)))
         torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
 
 
@@ -176,7 +175,7 @@ def test_the_last_query_of_a_step_has_the_scores_of_transformers_dynamic_ntk(fac
     q, k, v = torch.randn(3, 1, 4, 192, 8)
     method = method_of(f"dynamic_ntk,factor={factor},step={step}", 64)
     position = build("rotary", Shape(4, 8, 32, 64))
-    result = attention_by_method(method, Text(position, q, k, v, Terms()))
+    result = method.attend(Text(position, q, k, v, Terms()))
     for length in (1, 40, 64, 80, 128, 192):
         rope = LlamaRotaryEmbedding(theirs_config)  # it remembers the longest text
         cos, sin = rope(q, torch.arange(length)[None])
@@ -195,7 +194,7 @@ REFUSED = (
     ({"method": "self_extend"}, ["--method self_extend: give group= too; it has no default"]),
     (
         {"method": "longrope,factor=4,factors=of_two"},
-        ["rotary cannot be read so: long_factor: 2 numbers are given; give 4 numbers, one for"],
+        ["rotary cannot have it: long_factor: 2 numbers are given; give 4 numbers, one for"],
     ),
     ({"method": "leaky_rerope,factor=nan"}, ["factor=nan is not within 1 … 16777216"]),
     ({"method": "dual_chunk,chunk=20,limit=19"}, ["limit=19 is not within 20 … 16777216"]),
@@ -208,7 +207,7 @@ REFUSED = (
     ({"method": "clipped_rope"}, ["--method clipped_rope: give clipped= too"]),
     (
         {"method": "clipped_rope,clipped=5"},
-        ["rotary cannot be read so: clipped: 5 is not between 1 and 4"],
+        ["rotary cannot have it: clipped: 5 is not between 1 and 4"],
     ),
     ({"method": "lm_infinite,sinks=0,limit=3"}, ["sinks=0 is not within 1"]),
     (

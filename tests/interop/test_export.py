@@ -361,7 +361,7 @@ def test_the_commands_of_the_guide_run_and_write_a_card(tmp_path, monkeypatch):
     for line in (
         "license: unknown",
         "| step | 5 |",
-        "| training length | 32 tokens from step 1, 16 tokens from step 3 |",  # the last is to come
+        "| training length | 64 tokens |",
         "| origin | tiny (gpt-neox) |",
         "| parent | rotary step 7, config aa11, weights bb22 |",
         note,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.attention.terms import Terms
-from megatron.evaluation.methods import Method, attention_by_method, method_of
+from megatron.evaluation.methods import Method, method_of
 from megatron.model.block import Text
 from megatron.positions import build
 from tests.positions.golden import Golden, load
@@ -116,7 +116,7 @@ def test_a_method_gives_the_numbers_of_its_authors(name, variant):
         expected = golden.of_length(length)
         text = text_of(golden, length)
         method = build_method(golden, int(length[1:]))
-        out = attention_by_method(method, text)
+        out = method.attend(text)
         close(out, expected["out"], 1e-6)
         if "scores" in expected:
             ours, theirs = scores_of(method, text), expected["scores"]
