@@ -40,7 +40,7 @@ from tests.interop.models import (
     spread,
     words_tokenizer,
 )
-from tests.support import ROOT, call, measures_memory, memory_below
+from tests.support import ROOT, call
 
 SAME_OTHERWISE = ("n_inner", "hidden_act", "rope_parameters", "pretraining_tp", "max_window_layers")
 """Keys that may be spelled in more than one way; `settings_of` must read them alike."""
@@ -259,21 +259,6 @@ def test_what_cannot_be_computed_is_one_message(folder, tmp_path):
     for number, (case, changes, message) in enumerate(CASES["refused"]):
         with pytest.raises(UserError, match=re.escape(message)):
             open_model(edited(folder(case), tmp_path / str(number), **changes))
-
-
-@measures_memory
-def test_a_folder_is_opened_in_the_size_of_its_model_and_one_tensor(folder, tmp_path):
-    sizes = {"hidden_size": 512, "num_hidden_layers": 1, "num_attention_heads": 8}
-    config = transformers.LlamaConfig(vocab_size=8192, intermediate_size=1408, **sizes)
-    model = transformers.LlamaForCausalLM(config)
-    model.save_pretrained(tmp_path / "large")
-    own = sum(weight.nbytes for weight in model.parameters())  # 46 MB
-    largest = max(weight.nbytes for weight in model.parameters())  # 17 MB
-    del model
-    open_model(folder("llama"))  # imports what is imported late
-    with memory_below(own + largest + 15e6):
-        opened, _ = open_model(tmp_path / "large")
-    assert sum(weight.nbytes for weight in opened.parameters()) == own
 
 
 def test_damaged_and_missing_files_are_one_message_and_code_is_not_run(folder, tmp_path, caplog):
