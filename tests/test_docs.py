@@ -240,7 +240,7 @@ def test_the_readmes_encoding_and_mixture_work(clone, forks):
 
 def test_the_readmes_table_is_the_measured_one():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    _, grid, *_ = table(read_rows([DOCS / "demo.jsonl"]), markdown=True).split("\n\n")
+    _, grid, *_ = table(read_rows([DOCS / "demo.jsonl"]), form="markdown").split("\n\n")
     assert grid in readme
     assert [name for name in REGISTRY if not re.search(rf"[` ]{name}[` \n]", readme)] == []
 

@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
             rows,
             over_seeds=options.over_seeds,
             bits_per_byte=options.bits_per_byte,
-            markdown=options.markdown,
+            form=options.form,
         )
     )
     for heading, members in sections(rows).items():
@@ -57,7 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--bits-per-byte", action="store_true", help="instead of perplexity, for any tokenizers"
     )
-    parser.add_argument("--markdown", action="store_true", help="the table in Markdown")
+    form = {"dest": "form", "action": "store_const", "default": "text"}
+    parser.add_argument("--markdown", const="markdown", help="the table in Markdown", **form)
+    parser.add_argument("--latex", const="latex", help="the table for LaTeX (booktabs)", **form)
     return parser
 
 

@@ -115,7 +115,7 @@ def test_a_picture_over_training_has_lengths_as_curves_of_one_run_and_as_panels_
 def test_a_pass_by_position_is_drawn_as_the_difference_from_an_encoding(tmp_path):
     row = ROWS[0] | {"position_edges": [0, 1, 256, 512], "position_losses": [0.0, 3.0, 2.0]}
     other = row | {"window": 256, "position_losses": [0.0, 3.0, 2.5]}
-    reference = "mep_free, window none"
+    reference = "mep_free"
     write(draw_by_position(runs([row, other]), reference), tmp_path / "two.svg")
     shown = words(tmp_path / "two.svg")
     assert {f"{reference}: 0.00", "mep_free, window 256: 0.50"} <= {*shown}
