@@ -232,7 +232,7 @@ def test_the_readmes_configuration_makes_a_model(tmp_path):
 
 def test_the_readmes_table_is_the_measured_one():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    _, grid, *_ = table(read_rows([DOCS / "demo.jsonl"]), markdown=True).split("\n\n")
+    _, grid, *_ = table(read_rows([DOCS / "demo.jsonl"]), form="markdown").split("\n\n")
     assert grid in readme
 
 

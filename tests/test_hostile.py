@@ -96,7 +96,7 @@ def test_what_rows_will_repeat_has_no_control_characters(step, tmp_path):
     path.write_text(json.dumps(row | {"any": {"deep": [["\x9b2J"]]}}) + "\n")
     with pytest.raises(
         UserError,
-        match=r"line 1: is no result of evaluate.py: it has a control character in '.*\\.*'",
+        match=r"line 1: is no result of evaluate.py: '.*\\.*' has a control character",
     ):
         read_rows([path])
     sidecar = tmp_path / "text.json"

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import scipy
 
 from megatron.results.labels import runs
 from megatron.results.row import Row
-from megatron.results.statistics import Array, Estimate, mean_of, wilson
+from megatron.results.statistics import Array, Estimate, mean_of
 from megatron.results.table import Table
 
 THRESHOLDS = (0.1, 1.0)  # nats
@@ -41,7 +42,10 @@ class Gain:
         estimate = self.over_windows(hits)
         interval = estimate.interval()
         if interval is None or not estimate.stderr:  # too few windows, or all have the same share
-            interval = wilson(estimate.mean, len(self.sizes))
+            windows = len(self.sizes)
+            hits_of_windows = round(estimate.mean * windows)
+            test = scipy.stats.binomtest(hits_of_windows, windows)
+            interval = test.proportion_ci(method="wilson")
         return estimate.mean, max(0.0, interval[0]), min(1.0, interval[1])
 
 

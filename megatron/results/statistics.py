@@ -15,6 +15,7 @@ Array = NDArray[np.float64]
 FEWEST = 3  # values that an error is computed from
 POWER = 0.8  # of a sample that suffices
 MOST = 1_000_000  # values of a sample that is worth a number
+CERTAIN = 30  # standard errors that any sample finds
 LIKE_NORMAL = 400  # degrees of freedom: with more, Student's t hardly changes
 
 
@@ -154,8 +155,6 @@ def mean_over_seeds(values: ArrayLike) -> Estimate:
     """The mean of independent values, one for each seed."""
     x = np.asarray(values, dtype=np.float64)
     n = len(x)
-    if n == 1:
-        return Estimate(float(x[0]), None, 0, n, 1, None)
     return Estimate(float(x.mean()), float(scipy.stats.sem(x)), n - 1, n, 1, float(n))
 
 
@@ -217,15 +216,11 @@ def values_needed(estimate: Estimate, distance: float, level: float, unit: str) 
         elif unit == "blocks":
             df = math.floor((estimate.df + 1) * times ** (2 / 3)) - 1
         df = max(1, min(df, LIKE_NORMAL))
-        shift = shift_of_one * math.sqrt(times)  # of the noncentral t
+        shift = min(shift_of_one * math.sqrt(times), CERTAIN)  # of the noncentral t
         return scipy.stats.nct.sf(t_quantile(1 - level, df), df, shift) >= POWER
 
-    most = FEWEST
-    while not suffices(most):
-        most *= 2
-        if most > MOST:
-            return None
-    return FEWEST + bisect_left(range(FEWEST, most), True, key=suffices)
+    needed = bisect_left(range(MOST), True, lo=FEWEST, key=suffices)
+    return needed if needed < MOST else None
 
 
 def perplexity_of(loss: float) -> float | None:
@@ -263,15 +258,3 @@ def half_octaves(edges: Sequence[int], values: Sequence[float]) -> tuple[list[fl
     sizes = np.add.reduceat(widths, firsts)
     means = np.add.reduceat(widths * values, firsts) / sizes
     return (starts[firsts] + sizes / 2).tolist(), means.tolist()
-
-
-def wilson(mean: float, n: int) -> tuple[float, float]:
-    """Wilson's score interval of 95 % of a fraction (1927): (low, high), within 0 and 1.
-
-    mean: of n independent values from 0 to 1. Values between 0 and 1 vary less than successes and
-    failures of the same mean, so for them the interval is wider than need be.
-    """
-    z2 = float(scipy.special.ndtri(0.975)) ** 2 / n
-    shrunk = (mean + z2 / 2) / (1 + z2)
-    half = math.sqrt(z2 * (mean * (1 - mean) + z2 / 4)) / (1 + z2)
-    return max(0.0, shrunk - half), min(1.0, shrunk + half)

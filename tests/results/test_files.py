@@ -28,14 +28,6 @@ def test_results_join_those_that_are_there_and_replace_the_same_measurement_only
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.jsonl", "notes.txt"]
 
 
-def test_a_row_measured_again_stays_in_the_cell_of_its_sweep(tmp_path):
-    cell = {"sweep": "small", "cell": {"pos_emb": "t5"}}
-    write_results(tmp_path / "sweep.jsonl", [TWO[0] | cell])
-    write_results(tmp_path / "again.jsonl", [TWO[0] | {"seconds": 7.0}])
-    (row,) = read_rows([tmp_path / "sweep.jsonl", tmp_path / "again.jsonl"])
-    assert row == TWO[0] | {"seconds": 7.0} | cell
-
-
 def test_an_absent_or_empty_file_has_no_rows_yet(tmp_path):
     (tmp_path / "empty.jsonl").touch()
     for name in ("absent.jsonl", "empty.jsonl"):

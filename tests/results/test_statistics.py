@@ -9,7 +9,6 @@ from megatron.results.statistics import (
     mean_of,
     mean_of_blocks,
     t_quantile,
-    wilson,
 )
 
 
@@ -103,17 +102,3 @@ def test_holms_correction_is_that_of_r():
     # p.adjust(c(0.01, 0.04, 0.03, 0.005), "holm")
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([]) == []
-
-
-@pytest.mark.parametrize(
-    ("successes", "n", "low", "high"),
-    [  # Newcombe (1998), Statistics in Medicine 17, table I, method 3
-        (81, 263, 0.2553, 0.3662),
-        (15, 148, 0.0624, 0.1605),
-        (0, 20, 0.0000, 0.1611),
-        (1, 29, 0.0061, 0.1718),
-    ],
-)
-def test_wilsons_interval_is_that_of_the_printed_table(successes, n, low, high):
-    assert wilson(successes / n, n) == pytest.approx((low, high), abs=5e-5)
-    assert wilson(1 - successes / n, n) == pytest.approx((1 - high, 1 - low), abs=5e-5)
