@@ -62,13 +62,6 @@ def test_every_path_of_the_user_is_read_as_a_shell_reads_it(tmp_path, monkeypatc
     assert len(set(written)) == 1
 
 
-def test_usual_names_of_encodings_are_ours():
-    for name, usual in {"rotary": "rope", "none": "nope"}.items():
-        assert loaded(f"pos_emb={usual}").hash == loaded(f"pos_emb={name}").hash
-        layers = [loaded(f"pos_emb_layers=[{first}, alibi]").hash for first in (name, usual)]
-        assert len(set(layers)) == 1
-
-
 def test_another_encoding_drops_the_options_of_the_earlier_one(tmp_path):
     file = write(tmp_path / "mep.yml", "pos_emb: mep_free\npos_emb_args: {weights: learned}")
     config = load([file], [*SIZES, "pos_emb=rotary"])
@@ -130,16 +123,6 @@ def test_a_key_may_be_given_twice_with_one_value(tmp_path):
     """tests/bad_inputs has files that cannot be read."""
     file = write(tmp_path / "125M.yml", "seq-length: 64\nseq_length: 64\n")
     assert load([file], SIZES).model.seq_length == 64
-
-
-def test_aliases_and_merged_mappings_are_read(tmp_path):
-    mixture = "&small {kernels: [exp, {exp: 0.5}], weights: equal}"
-    layers = f"[{{mep: {mixture}}}, {{mep: {{<<: *small, weights: learned}}}}]"
-    write(tmp_path / "anchors.yml", f"pos_emb_layers: {layers}\n")
-    plain = layers.replace("&small", "").replace("<<: *small", "kernels: [exp, {exp: 0.5}]")
-    words = [f"pos_emb_layers={plain}"]
-    sizes = [*SIZES, "num_layers=2"]
-    assert load([tmp_path / "anchors.yml"], sizes).hash == load([], [*sizes, *words]).hash
 
 
 def test_sections_cannot_be_changed_and_loading_does_not_move_the_random_generator():
@@ -255,7 +238,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4), st.text(max_size=12))
 @example({"pos_emb_file": False, "pos_emb": []}, "")  # found once, and rarely drawn
 def test_any_value_of_any_key_loads_or_is_a_fault(drawn, word):
