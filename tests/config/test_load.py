@@ -58,8 +58,6 @@ def test_every_path_of_the_user_is_read_as_a_shell_reads_it(tmp_path, monkeypatc
     data = loaded("train_data_paths=[~/a, $DATA/b]", "valid_data_paths=$DATA/c,~/d").data
     assert data.train_data_paths == ("/home/anna/a", "/data/b")
     assert data.valid_data_paths == ("/data/c", "/home/anna/d")
-    written = [loaded(f"data_path={path}").hash for path in ("~/text", "$DATA/text", "a/text")]
-    assert len(set(written)) == 1
 
 
 def test_another_encoding_drops_the_options_of_the_earlier_one(tmp_path):
@@ -68,11 +66,9 @@ def test_another_encoding_drops_the_options_of_the_earlier_one(tmp_path):
     assert config.position.pos_emb_args == {}
     assert any("pos_emb_args of mep_free are dropped" in note for note in config.notes)
     assert load([file], [*SIZES, "pos_emb=mep_free"]).position.pos_emb_args != {}
-    config = load([file], [*SIZES, "pos_emb_layers=[rotary, none]", "window_layers=[8, null]"])
-    assert (config.position.pos_emb, config.attention.window_layers) == ("rotary", (8, None))
-    assert "pos_emb, pos_emb_args: dropped, because a later source sets pos_emb_layers" in (
-        config.notes
-    )
+    config = load([file], [*SIZES, "pos_emb_layers=[rotary, none]"])
+    note = "pos_emb, pos_emb_args: dropped, because a later source sets pos_emb_layers"
+    assert note in config.notes
 
 
 def test_a_word_for_a_text_key_is_taken_as_text():
