@@ -81,20 +81,16 @@ def test_values_and_gradients_are_those_of_gpt_oss(window):
 
 @torch.no_grad()
 def test_a_model_with_sinks_decodes_in_pieces_and_under_methods():
-    for kind in ("off-by-one", "learnable"):
-        words = [f"softmax_type={kind}", "window_layers=[7, null]"]
-        gpt = model("alibi", *words)
-        names = [name for name, _ in gpt.named_parameters() if "softmax_offset" in name]
-        assert len(names) == (2 if kind == "learnable" else 0)
-        ids = torch.randint(50, (2, 40))
-        plain = gpt(ids)  # the learned score is 0 at first
-        torch.testing.assert_close(plain, model("alibi", "softmax_type=off-by-one", words[1])(ids))
-        for name in names:
-            gpt.get_parameter(name).copy_(torch.tensor([3.0, -1.0, 0.0, 1.0]))
-        whole = gpt(ids)
-        assert (whole - plain).abs().max() > 1e-3 or kind == "off-by-one"
-        torch.testing.assert_close(in_pieces(gpt, ids, [13, 1, 26]), whole, rtol=0, atol=1e-4)
-        gpt = model("rotary", words[0])
-        whole = gpt(ids)
-        gpt.use_attention(MeasuredAttention(method="rerope,window=40"))  # no key is far
-        torch.testing.assert_close(gpt(ids), whole, rtol=0, atol=1e-5)
+    learnable, windows = "softmax_type=learnable", "window_layers=[7, null]"
+    gpt, ids = model("alibi", learnable, windows), torch.randint(50, (2, 40))
+    plain = gpt(ids)  # the learned score is 0 at first
+    torch.testing.assert_close(plain, model("alibi", "softmax_type=off-by-one", windows)(ids))
+    for layer in gpt.layers:
+        layer.attention.softmax_offset.copy_(torch.tensor([3.0, -1.0, 0.0, 1.0]))
+    whole = gpt(ids)
+    assert (whole - plain).abs().max() > 1e-3
+    torch.testing.assert_close(in_pieces(gpt, ids, [13, 1, 26]), whole, rtol=0, atol=1e-4)
+    gpt = model("rotary", learnable)
+    whole = gpt(ids)
+    gpt.use_attention(MeasuredAttention(method="rerope,window=40"))  # no key is far
+    torch.testing.assert_close(gpt(ids), whole, rtol=0, atol=1e-5)

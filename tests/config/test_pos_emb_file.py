@@ -94,15 +94,6 @@ def test_the_code_counts_for_the_hash_and_its_comments_and_place_do_not(mine, tm
     assert loaded("pos_emb=flat", f"pos_emb_file={edited}").hash != first.hash
 
 
-def test_a_file_of_which_nothing_is_used_leaves_the_hash_and_its_earlier_ones_are_read(mine):
-    without = loaded("pos_emb=alibi")
-    named = loaded("pos_emb=alibi", f"pos_emb_file={mine}")
-    assert (named.hash, named.hashes[1]) == (without.hash, "5cd0f2ebff7d")
-    in_mep = ("pos_emb=mep", 'pos_emb_args={"kernels": ["alibi", "flat"]}')
-    for used in (in_mep, ("pos_emb_layers=[alibi, flat]",)):
-        assert len(loaded(*used, f"pos_emb_file={mine}").hashes) == 2
-
-
 def test_what_is_wrong_with_a_file_is_one_message_and_registers_nothing(tmp_path):
     """tests/bad_inputs has other files."""
     encodings = dict(REGISTRY)

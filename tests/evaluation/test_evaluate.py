@@ -159,11 +159,9 @@ def test_documents_are_apart_as_in_the_training_unless_the_configuration_says_ot
         assert row["reset_attention_mask"]
         assert row["reset_position_ids"]
     config = given(tmp_path, home, "pos_emb=sinusoidal")
-    words = "--step 6 reset_attention_mask=false"
-    across = rows_of(tmp_path / "across.jsonl", config, words)
-    assert not {"reset_attention_mask", "reset_position_ids"} & across[0].keys()
-    assert across[0]["text"] == apart[0]["text"]  # the same targets
-    assert abs(across[0]["loss"] - apart[0]["loss"]) > 1e-3
+    across, *_ = rows_of(tmp_path / "a.jsonl", config, "--step 6 reset_attention_mask=false")
+    assert across["text"] == apart[0]["text"]  # the same targets
+    assert abs(across["loss"] - apart[0]["loss"]) > 1e-3
 
 
 @pytest.mark.distributed
@@ -436,14 +434,13 @@ def test_all_code_that_shapes_a_loss_changes_the_fingerprint(tmp_path, monkeypat
     assert rooms <= {*SHAPES_LOSSES} | SHAPES_NO_LOSS
 
     monkeypatch.setattr(loaded_run, "PACKAGE", tmp_path)
-    paths = [tmp_path / name / ("" if "." in name else "any.py") for name in SHAPES_LOSSES]
-    for path in paths:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    for path in paths:
-        before = code_fingerprint()
-        path.write_text("changed = True\n")
-        assert code_fingerprint() != before
+    monkeypatch.setattr(loaded_run, "SHAPES_LOSSES", ("room", "file.py"))
+    (tmp_path / "room").mkdir()
+    fingerprints = set()
+    for name, text in (("file.py", ""), ("room/any.py", ""), ("room/any.py", "changed = True")):
+        (tmp_path / name).write_text(text)
+        fingerprints.add(code_fingerprint())
+    assert len(fingerprints) == 2, "an empty file changes nothing"
 
 
 # --- What is refused ---

@@ -15,7 +15,6 @@ from megatron.evaluation.methods import (
     FACTORS,
     METHODS,
     MeasuredAttention,
-    Method,
     faults_of,
     method_of,
     near_far,
@@ -142,26 +141,6 @@ def test_after_other_frequencies_a_model_reads_as_it_was_trained():
     for method in ("longrope,factor=4,factors=of_eight", "yarn,factor=4", "rerope", None):
         gpt.use_attention(settings(method=method))
         assert torch.allclose(gpt(ids), plain) == (method is None)
-
-
-def test_a_table_is_asked_for_places_in_the_cache_or_for_the_ceiling():
-    """Attention with slopes 2^-2, 2^-4, 2^-6, 2^-8, by its definition in float64."""
-    q, k, v = torch.randn(3, 2, 4, 60, 8, dtype=torch.float64)
-    query, key = torch.arange(60)[:, None], torch.arange(60)
-    is_sink = (query - key >= 20) & (key < 3)
-    visible = is_sink | ((query - key >= 0) & (query - key < 20))
-    position = build("alibi", Shape(4, 8, 32, 48)).double()
-    for method, sink_distance in (
-        (Method("sinks", {"window": 20, "sinks": 3}), query.clamp(max=3 + 20 - 1) - key),
-        (method_of("lm_infinite,sinks=3,window=20,limit=100", 48), torch.tensor(100)),
-    ):
-        distance = torch.where(is_sink, sink_distance, query - key)
-        slopes = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8], dtype=torch.float64)
-        scores = q @ k.mT / math.sqrt(8) - slopes[:, None, None] * distance
-        expected = scores.masked_fill(~visible, -math.inf).softmax(-1) @ v
-        bias = position.distance_bias(method.table_length(60))
-        result = method.attend(Text(position, q, k, v, Terms(bias)))
-        torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("factor", "step"), [(1.0, 1), (2.5, 16)])

@@ -17,7 +17,7 @@ from megatron.data.samples import build_split, split_documents
 from megatron.data.tokens import TokenFile, TokenWriter
 from megatron.errors import UserError
 from megatron.evaluation.perplexity import measured
-from megatron.protocols import OPTIONS, PROTOCOLS, HeldOutText, Protocol, Request, protocol_of
+from megatron.protocols import OPTIONS, PROTOCOLS, HeldOutText, Request, protocol_of
 from megatron.results.row import SETTING
 from megatron.results.table import by_length
 
@@ -149,13 +149,6 @@ def test_every_option_of_a_protocol_is_a_key_of_its_rows(tokens):
             assert None not in facts.values()
     settings = {name for name, option in OPTIONS.items() if option.row == "setting"}
     assert settings < set(SETTING), "rows are compared only where these are equal"
-
-
-def test_every_protocol_has_a_name():
-    classes = [Protocol]
-    for protocol in classes:
-        classes += protocol.__subclasses__()
-    assert {x for x in classes if not x.__subclasses__()} <= {*PROTOCOLS.values()}
 
 
 def test_a_request_is_checked_before_there_is_a_text(tokens):

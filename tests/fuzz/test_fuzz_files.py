@@ -74,12 +74,3 @@ def test_an_archive_with_changed_bytes_and_a_cut(tmp_path, suffix, changes, leng
     path.write_bytes(content[: length or None])
     corpus = Files("c", [path])
     works_or_says_why(lambda: list(corpus.documents()))
-
-
-@pytest.mark.parametrize("suffix", [*PACKED, ".txt", ".parquet"])
-@fuzzed
-@given(content=st.binary(max_size=200))
-def test_any_bytes_as_text(tmp_path, suffix, content):
-    path = tmp_path / f"c{suffix}"
-    path.write_bytes(content)
-    works_or_says_why(lambda: list(Files("c", [path]).documents()))

@@ -390,12 +390,6 @@ def test_an_export_is_imported_bit_for_bit_and_refused_where_it_is_damaged(
         with pytest.raises(UserError, match=f"{file}: was changed .* - copy the folder again"):
             open_model("out")
         file.write_bytes(whole)
-    record = Path("out/checkpoint.json").rename("record")
-    Path("out/checkpoint.json").mkdir()
-    with pytest.raises(UserError, match=r"out/checkpoint.json: not readable"):
-        open_model("out")
-    Path("out/checkpoint.json").rmdir()
-    record.rename("out/checkpoint.json")
     weights = [next(run.rglob("model.safetensors")) for run in (path, import_if_foreign("out"))]
     assert weights[0].read_bytes() == weights[1].read_bytes()
 

@@ -324,9 +324,6 @@ def test_a_name_of_the_hub_is_downloaded_without_code(folder, tmp_path, monkeypa
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # as after `pip install .`
     with pytest.raises(UserError, match=r"someone/tiny: is not a folder here, and .* pip install"):
         open_model("someone/tiny")
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UserError, match="transformers is not installed - pip install"):
-        open_model(folder("pythia"))
 
 
 def test_a_relative_of_rotary_is_written_as_a_scaling():
@@ -380,8 +377,6 @@ def test_an_import_is_an_ordinary_checkpoint_with_its_origin(folder, tmp_path):
     # Its documents end in its own way, which a file beside it names.
     file = words_tokenizer(source / "tokenizer.json", "world")
     file.write_text(file.read_text().replace("<|endoftext|>", "</s>"))
-    *_, without_tokenizer = import_checkpoint(source, tmp_path / "a").notes
-    assert "has no tokenizer that is used" in without_tokenizer
     (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     done = call("tools/import_checkpoint.py", source, "-o", run)
     assert "Qwen3ForCausalLM (the largest is" in done.stdout
@@ -398,8 +393,6 @@ def test_an_import_is_an_ordinary_checkpoint_with_its_origin(folder, tmp_path):
     assert record["vocab"] == VOCAB == padded_vocab(3, config.model.make_vocab_size_divisible_by)
     assert build_tokenizer(config.data.tokenizer_type, config.data.vocab_file).eod == 0
     assert faults_of(run / "global_step0") == []
-    with pytest.raises(UserError, match="is a checkpoint of this program already"):
-        import_checkpoint(run, tmp_path / "again")
     # A run that was moved has its tokenizer with it.
     _, tokenizer = opened_with_tokenizer(None, run.rename(tmp_path / "moved"), None)
     assert tokenizer.hash == record["tokenizer"]["hash"]

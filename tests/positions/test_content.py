@@ -1,7 +1,4 @@
-"""Encodings by content one number at a time in float64: Cable, of which there are no authors'
-numbers, and RePo in other sizes than those of its authors' numbers."""
-
-import math
+"""Cable by its formula in float64, for there are no authors' numbers, and RePo with key heads."""
 
 import pytest
 import torch
@@ -13,19 +10,16 @@ from tests.model import test_cache
 SHAPE = Shape(heads=3, head_dim=8, hidden=24, train_length=64)
 
 
+@torch.no_grad()
 def test_the_scores_get_the_papers_bias_as_a_penalty():
-    """-g_i (S_i - S_j), one number at a time."""
+    """-g_i (S_i - S_j), with S the sums of steps of at least 0."""
     position, x = build("cable", SHAPE, init_std=0.3), torch.randn(1, 30, 24)
-    step, gain = (weight.detach().double() for weight in (position.step, position.gain))
     u, w = position.score_bias(x, {})
     bias = u[..., None].double() * (w[:, :, None] - w[..., None])
-    for h in range(3):
-        steps = [max(0.0, (token @ step[:, h]).item()) for token in x[0].double()]
-        for i, token in enumerate(x[0].double()):
-            softplus = math.log1p(math.exp((token @ gain[:, h]).item()))
-            for j in range(i + 1):
-                expected = -softplus * sum(steps[j + 1 : i + 1])
-                assert abs(bias[0, h, i, j].item() - expected) < 1e-4
+    sums = (x.double() @ position.step.double()).clamp(min=0).cumsum(1).mT
+    gain = (1 + (x.double() @ position.gain.double()).exp()).log().mT
+    expected = -gain[..., None] * (sums[..., None] - sums[:, :, None])
+    torch.testing.assert_close(bias.tril(), expected.tril(), rtol=0, atol=1e-4)
 
 
 @torch.no_grad()

@@ -146,13 +146,9 @@ def test_xpos_says_where_it_would_overflow():
     x = torch.ones(1, 4, 1, 64)
     for dtype, fine, beyond in ((torch.float32, 34000, 65535), (torch.float16, 3000, 4095)):
         xpos, features = build("xpos", SHAPE), x.to(dtype)
-        assert all(
-            side.isfinite().all() for side in xpos.on_queries_keys(features, features, start=fine)
-        )
+        assert torch.cat(xpos.on_queries_keys(features, features, start=fine)).isfinite().all()
         with pytest.raises(UserError, match=r"xpos overflows float\d\d beyond 3\d+ tokens"):
             xpos.on_queries_keys(features, features, start=beyond)
-    wide = build("xpos", SHAPE, scale_base=4096)
-    assert all(side.isfinite().all() for side in wide.on_queries_keys(x, x, start=131071))
 
 
 def test_xpos_with_one_decay_is_the_score_of_rotary_times_xi_to_the_distance():
