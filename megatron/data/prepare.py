@@ -102,7 +102,7 @@ def _changes(card: dict, corpus: Corpus, tokenizer: dict) -> list[str]:
     if card.get("documents_limit") != corpus.about.get("documents_limit"):
         changes.append("documents")
     if corpus.is_here:
-        sums = [source["sha256"] for source in card.get("sources", [])]
+        sums = [source.get("sha256") for source in card.get("sources", [])]
         if sums != [source["sha256"] for source in corpus.sources()]:
             changes.append("sources")
     else:

@@ -1,7 +1,6 @@
 """The interface of all tokenizers, their files, and texts too long to encode at once."""
 
 import hashlib
-import json
 import os
 import re
 import unicodedata
@@ -14,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.errors import UserError
+from megatron.files import read_small
 
 END_OF_DOCUMENT = "<|endoftext|>"
 LARGEST = 1 << 28  # bytes of a tokenizer's file: the largest known has 35 MB
-SPARSE = 16  # ids for each entry: none of the known leaves more than a few free
 PIECE = 1_000_000  # characters after which a cut is looked for
 UNBROKEN = 16_000_000  # characters encoded at once: the library holds some 150 bytes for each
 # GPT-2's pattern never joins what is no space to a space that follows, and the only look-ahead,
@@ -130,24 +129,14 @@ def naming_faults(fault: str, fix: str) -> Iterator[None]:
 
 
 def read_bytes(path: Path, key: str) -> bytes:
-    """The contents of a tokenizer's file; UserError if it is missing, empty or far too large."""
-    if not os.path.isfile(path):  # also False for names that are too long
-        raise UserError(
-            f"{key}: there is no file {path} (looked from {Path.cwd()}) - give the path of an "
-            "existing file"
-        )
+    """The contents of a tokenizer's file; UserError if it cannot be read."""
     try:
-        content = path.read_bytes() if path.stat().st_size <= LARGEST else b""
-    except OSError as error:
+        return read_small(path, LARGEST)
+    except OSError as fault:
         raise UserError(
-            f"{key}: {path} cannot be read ({error.strerror}) - check its permissions"
+            f"{key}: {path} cannot be read ({fault.strerror}; looked from {Path.cwd()}) - give the"
+            " path of an existing tokenizer's file"
         ) from None
-    if not content.strip():
-        raise UserError(
-            f"{key}: {path} is empty, or larger than any tokenizer's file ({LARGEST >> 20} MiB)"
-            " - copy it again"
-        )
-    return content
 
 
 def read_text(path: Path, key: str) -> str:
@@ -156,18 +145,7 @@ def read_text(path: Path, key: str) -> str:
         text = read_bytes(path, key).decode()
     except UnicodeDecodeError:
         raise UserError(f"{key}: {path} is not text - give a tokenizer's file") from None
-    if text.startswith("\ufeff"):
-        raise UserError(f"{key}: {path} begins with a byte order mark - save it without")
     return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def as_json(text: str) -> dict | None:
-    """A mapping in JSON, or None for anything else."""
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
 
 
 def hash_of(*contents: str | bytes) -> str:
@@ -177,21 +155,3 @@ def hash_of(*contents: str | bytes) -> str:
         encoded = content.encode() if isinstance(content, str) else content
         digest.update(hashlib.sha256(encoded).digest())
     return digest.hexdigest()[:12]
-
-
-def check_numbers(numbers: Sequence[int], path: Path) -> None:
-    """Raise UserError unless every entry has its own number, and none is far too high.
-
-    The highest number decides the rows of the embedding.
-    """
-    ids = {number for number in numbers if type(number) is int and number >= 0}
-    if len(ids) < len(numbers):
-        raise UserError(
-            f"vocab_file: {path} does not give every token its own number - it is damaged, copy it"
-            " again"
-        )
-    if max(numbers, default=0) >= SPARSE * len(numbers) + 1000:
-        raise UserError(
-            f"vocab_file: {path} gives a token the number {max(numbers)}, but has only"
-            f" {len(numbers)} entries - it is damaged, copy it again"
-        )
