@@ -27,7 +27,6 @@ from megatron.files import (
 from megatron.splits import TASK_PREFIX
 from megatron.strict_json import parse
 
-PIECE = 1 << 22  # ids of a document that are in memory at once
 LONGEST = 2**31 - 1  # tokens of a document
 QUICK = 1 << 24  # bytes of a file that is compared with its sha256 whenever it is opened
 EDGE = 1 << 16  # bytes at each end of PREFIX.bin that tell a text from another
@@ -159,11 +158,6 @@ class TokenFile:
             )
         return ids
 
-    def pieces(self, document: int) -> Iterator[NDArray]:
-        """The ids of a document, some at a time."""
-        for start in range(0, int(self.sizes[document]), PIECE):
-            yield self.read(document, start, PIECE)
-
     def end_of_documents(self) -> int | None:
         """The id that ends every document, or None if they do not end alike.
 
@@ -244,7 +238,6 @@ class TokenWriter:
 
     meta: what PREFIX.json says beside the numbers of documents and tokens. It may be changed inside
         the block. Without it no .json is written.
-    pending: tokens of the document that is being written
     """
 
     def __init__(
@@ -258,7 +251,7 @@ class TokenWriter:
         self.prefix = Path(prefix)
         self.dtype = np.dtype(dtype)
         self.meta = dict(meta or {})
-        self.documents = self.tokens = self.pending = 0
+        self.documents = self.tokens = 0
         self._sizes = array("i")  # four bytes a document: there may be many millions
         self._digest = hashlib.sha256()
         # The index comes last. Without it there is no token file: a crash cannot mix old and new.
@@ -301,11 +294,6 @@ class TokenWriter:
 
         Raises UserError for an id that the file's dtype cannot hold.
         """
-        self.extend(ids)
-        self.end_document()
-
-    def extend(self, ids: Sequence[int] | NDArray) -> None:
-        """Append ids to the document that is being written; errors as of `add`."""
         wide = np.asarray(ids, dtype=np.int64)
         limits = np.iinfo(self.dtype.name)
         misfits = wide[(wide < limits.min) | (wide > limits.max)]
@@ -317,22 +305,18 @@ class TokenWriter:
         self.append(wide.astype(self.dtype).tobytes())
 
     def append(self, content: bytes) -> None:
-        """Append ids in the file's dtype to the document that is being written."""
-        self._bin.write(content)
-        self._digest.update(content)
-        self.pending += len(content) // self.dtype.itemsize
-        if self.pending > LONGEST:
+        """Append one document: its ids in the file's dtype."""
+        size = len(content) // self.dtype.itemsize
+        if size > LONGEST:
             raise UserError(
                 f"{self.prefix}: document {self.documents} has more than {LONGEST} tokens, which"
                 " the format cannot count - cut it into several"
             )
-
-    def end_document(self) -> None:
-        """Let the ids since the last document be a document."""
-        self._sizes.append(self.pending)
-        self.tokens += self.pending
+        self._bin.write(content)
+        self._digest.update(content)
+        self._sizes.append(size)
+        self.tokens += size
         self.documents += 1
-        self.pending = 0
 
 
 def _with(prefix: Path, suffix: str) -> Path:
@@ -349,6 +333,10 @@ class _Writer(BaseModel):
     eod: Number = 0
 
 
+class _Text(BaseModel):
+    sha256: str
+
+
 class Card(BaseModel):
     """The keys of PREFIX.json that are relied on; it has others."""
 
@@ -356,7 +344,7 @@ class Card(BaseModel):
     tokens: int
     corpus: Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")] = ""  # rows repeat it
     tokenizer: _Writer = _Writer()
-    sources: list[dict[str, Any]] = []
+    sources: list[_Text] = []
     sha256: dict[str, str] = {}
 
 

@@ -139,7 +139,7 @@ def test_gpt2_is_gpt2():
         build_tokenizer("HFTokenizer", SHARED / "gpt2-tokenizer.json"),
         build_tokenizer("TiktokenTokenizer", "gpt2.tiktoken"),
     ):
-        assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.cuttable) == (50257, 50256, True)
+        assert (tokenizer.vocab_size, tokenizer.eod) == (50257, 50256)
         assert tokenizer.encode("The quick brown fox jumps over the lazy dog") == fox
         assert tokenizer.encode_batch(texts) == pair.encode_batch(texts)
 
@@ -180,13 +180,6 @@ def test_ids_of_a_sentencepiece_model_are_its_own():
         assert 3 in theirs.encode(f"a{END}b")
         assert 3 not in ours.encode(f"a{END}b")
         assert ours.decode(ours.encode(f"a{END}b")) == f"a{END}b"
-
-
-def test_a_vocabulary_has_room_for_all_bytes_and_not_more_than_the_memory():
-    with pytest.raises(UserError, match=r"^vocab_size: 256 cannot hold the 256 bytes and .*257"):
-        train_tokenizer(TEXTS, 256)
-    with pytest.raises(UserError, match=r"100000000000000 is more than any .* at most 4000000"):
-        train_tokenizer(TEXTS, 10**14)
 
 
 def test_without_endoftext_the_end_is_what_the_file_beside_it_says():

@@ -155,15 +155,6 @@ def test_the_tokenizer_that_wrote_a_file_is_told_from_another():
         tokens.read(0)
 
 
-def test_an_id_that_no_vocabulary_has_is_refused_in_a_worker_too():
-    write("c", [[1, 2], [5, -1]], np.int32)
-    tokens = TokenFile.open("c")
-    for opened in (tokens, pickle.loads(pickle.dumps(tokens))):
-        assert opened.read(1, 0, 1).tolist() == [5]
-        with pytest.raises(UserError, match=r"c\.bin: document 1 holds token -1, but"):
-            opened.read(1)
-
-
 def test_the_end_of_documents_is_found_and_a_single_document_needs_its_card():
     card = {"tokenizer": {"hash": "a", "vocab_size": 512, "eod": 0}}
     for documents, meta, end in (

@@ -30,7 +30,6 @@ class Bytes(Tokenizer):
     name = "CharLevelTokenizer"
     vocab_size = 512
     eod = 0
-    cuttable = True
     hash = hashlib.sha256(b"CharLevelTokenizer 512").hexdigest()[:12]
 
     def token_bytes(self) -> NDArray[np.int64]:
@@ -108,8 +107,6 @@ class Ranks(Tokenizer):
             self.vocab_size = self.eod + 1
         # The hash names the pattern too: the same ranks with another one give other ids.
         self.hash = hash_of(content, published.pattern)
-        # `pieces` knows where to cut for GPT-2's pattern.
-        self.cuttable = published.pattern == known_patterns["gpt2"].pattern
         self._inner = tiktoken.Encoding(
             stem,
             pat_str=published.pattern,
@@ -141,8 +138,7 @@ class SentencePieces(Tokenizer):
 
     <|endoftext|> ends a document where the model has it, else its end of a sentence, usually </s>.
     Most models normalise the text (NFKC, spaces): `decode` gives back the normalised one, and
-    pieces do not say how many bytes they are. They reach over spaces, so no cut of a long text is
-    known to be safe.
+    pieces do not say how many bytes they are.
     UserError for a model without an end and for files that are not models.
     """
 

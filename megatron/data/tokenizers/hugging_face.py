@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.tokenizers.tokenizer import (
-    BREAK,
     END_OF_DOCUMENT,
     Tokenizer,
     hash_of,
@@ -57,11 +56,7 @@ class Subwords(Tokenizer):
         self.name = name
         self.eod = eod
         self.hash = fingerprint
-        self.cuttable = _cuts_are_safe(parts)
-        # Special tokens are not looked for in documents; others may stand across words.
-        across_words = not all(token["special"] for token in parts["added_tokens"])
-        after = parts["post_processor"] or {"type": "ByteLevel"}
-        self.by_words = self.cuttable and after["type"] == "ByteLevel" and not across_words
+        self.by_words = _works_by_words(parts)
         self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values()) + 1
         self._inner = inner
 
@@ -135,23 +130,21 @@ class Subwords(Tokenizer):
         return json.dumps(content, ensure_ascii=False)
 
 
-def _cuts_are_safe(parts: dict) -> bool:
-    """Whether a tokenizer.json gives a text that `pieces` cuts the ids of the whole text.
+def _works_by_words(parts: dict) -> bool:
+    """Whether a tokenizer.json gives words, cut by GPT-2's pattern, the ids of the whole text.
 
-    So it is for byte-level BPE with GPT-2's pattern: there no token joins what is no space to a
-    space after it. NFC does not either. Added tokens must not, nor look at their neighbours;
-    special ones are not looked for in documents.
+    So it is for byte-level BPE with that pattern. NFC changes nothing, and special tokens are not
+    looked for in documents; others may stand across words.
     """
     before = parts["pre_tokenizer"] or {}
-    is_gpt2 = before.get("type") == "ByteLevel" and before.get("use_regex", True)
     normalizer = parts["normalizer"] or {"type": "NFC"}
-    if not is_gpt2 or before.get("add_prefix_space") or normalizer["type"] != "NFC":
-        return False
-    looks_around = ("lstrip", "rstrip", "single_word")
-    return parts["model"]["type"] == "BPE" and not any(
-        BREAK.search(token["content"]) or any(map(token.get, looks_around))
-        for token in parts["added_tokens"]
-        if not token["special"]
+    after = parts["post_processor"] or {"type": "ByteLevel"}
+    return (
+        (parts["model"]["type"], before.get("type")) == ("BPE", "ByteLevel")
+        and before.get("use_regex", True)
+        and not before.get("add_prefix_space")
+        and (normalizer["type"], after["type"]) == ("NFC", "ByteLevel")
+        and all(token["special"] for token in parts["added_tokens"])
     )
 
 

@@ -1,12 +1,9 @@
-"""The interface of all tokenizers, their files, and texts too long to encode at once."""
+"""The interface of all tokenizers, and their files."""
 
 import hashlib
 import os
-import re
-import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +14,6 @@ from megatron.files import read_small
 
 END_OF_DOCUMENT = "<|endoftext|>"
 LARGEST = 1 << 28  # bytes of a tokenizer's file: the largest known has 35 MB
-PIECE = 1_000_000  # characters after which a cut is looked for
-UNBROKEN = 16_000_000  # characters encoded at once: the library holds some 150 bytes for each
-# GPT-2's pattern never joins what is no space to a space that follows, and the only look-ahead,
-# of `\s+(?!\S)`, is about what comes after spaces. So a text may be cut there: before a space or a
-# line break, after a letter, number, mark of punctuation or symbol. No version of Unicode calls
-# one of these a space.
-BREAK = re.compile(r"\S(?=[ \n])")
-SOLID = frozenset("LNPS")
 
 
 class Tokenizer:
@@ -32,8 +21,7 @@ class Tokenizer:
 
     eod: the id that ends a document; hash: names the contents; vocab_size: the highest id + 1
     unknown: the id of what the vocabulary lacks, or None if it lacks nothing
-    cuttable: texts that are cut by `pieces` have the same ids, one after another
-    by_words: so have texts that are cut into words by GPT-2's pattern
+    by_words: texts that are cut into words by GPT-2's pattern have the same ids, one after another
 
     Special strings in a text, such as <|endoftext|>, are text: `encode` never gives eod, except for
     a NUL as a byte of CharLevelTokenizer, as in GPT-NeoX.
@@ -44,7 +32,6 @@ class Tokenizer:
     vocab_size: int
     eod: int
     unknown: int | None = None
-    cuttable = False
     by_words = False
 
     def encode(self, text: str) -> list[int]:
@@ -84,31 +71,6 @@ def encoding_threads() -> int:
     threads = os.environ.get("RAYON_NUM_THREADS", "")
     limit = int(threads) if threads.isdecimal() else 0
     return limit or len(os.sched_getaffinity(0))
-
-
-def pieces(text: str, *, where: str, cuttable: bool = True, size: int = PIECE) -> Iterator[str]:
-    """A text in pieces of `size` characters or a little more, whose tokens are those of the text.
-
-    cuttable: False: no cut is known to be safe, so the text stays whole
-    Raises UserError if a piece would be longer than can be encoded at once.
-    """
-    cuts = [0]
-    start = size
-    while cuttable and start < len(text) and (match := BREAK.search(text, start - 1)):
-        start = match.end() + 1
-        if unicodedata.category(match[0])[0] in SOLID:
-            cuts.append(match.end())
-            start = match.end() + size
-    cuts.append(len(text))
-    longest = max(end - start for start, end in pairwise(cuts))
-    if longest > UNBROKEN:
-        why = "a space or line break" if cuttable else "a place where this tokenizer may be cut"
-        raise UserError(
-            f"{where}: has {longest:,} characters without {why}, more than the {UNBROKEN:,} that"
-            " are encoded at once - remove the document, or cut it into several"
-        )
-    for start, end in pairwise(cuts):
-        yield text[start:end]
 
 
 # --- Files ---
