@@ -108,14 +108,16 @@ def usage(tokens: TokenFile, tokenizer: Tokenizer | None) -> list[str]:
     entries = tokenizer.vocab_size if tokenizer else tokens.vocab_size
     counts = np.zeros(entries or 0, dtype=np.int64)
     for document in documents:
-        for ids in tokens.pieces(document):
-            if ids.max() >= LARGEST or ids.min() < 0:
-                raise UserError(
-                    f"{tokens.prefix}: document {document} holds the token {ids.max()} - it is not"
-                    " a file of a tokenizer's ids"
-                )
-            before, counts = counts, np.bincount(ids, minlength=len(counts))
-            counts[: len(before)] += before
+        ids = tokens.read(document)
+        if len(ids) == 0:
+            continue
+        if ids.max() >= LARGEST or ids.min() < 0:
+            raise UserError(
+                f"{tokens.prefix}: document {document} holds the token {ids.max()} - it is not"
+                " a file of a tokenizer's ids"
+            )
+        before, counts = counts, np.bincount(ids, minlength=len(counts))
+        counts[: len(before)] += before
     unused = (counts == 0).sum()
     lines = [
         f"\nTokens of {len(documents):,} of {len(tokens):,} documents: {unused:,} of"

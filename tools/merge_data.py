@@ -79,9 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Ids of a file without a card must be in the vocabulary, too.
             file = TokenFile.open(prefix, vocab=tokenizer.get("vocab_size"))
             for document in range(len(file)):
-                for ids in file.pieces(document):
-                    merged.extend(ids)
-                merged.end_document()
+                merged.add(file.read(document))
             sources_of_file = file.meta.get("sources")
             if not sources_of_file:
                 path = Path(f"{prefix}.bin")

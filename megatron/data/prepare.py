@@ -5,12 +5,13 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from megatron.data.encoding import TokenizerFiles, batches_of, encode_in_order, pieces_of
+from megatron.data.encoding import TokenizerFiles, batches_of, encode_in_order
 from megatron.data.readers import Corpus
 from megatron.data.samples import split_in_words
 from megatron.data.tokenizers.tokenizer import Tokenizer, description
@@ -115,39 +116,30 @@ def _encode(
 ) -> None:
     """Write every document, and how many bytes of text they had; count those without tokens."""
     end = np.array([tokenizer.eod], writer.dtype).tobytes()
-    batches = batches_of(pieces_of(corpus, tokenizer.cuttable))
+    batches = batches_of(corpus.documents())
     text_bytes = 0
-    size = blank = 0  # bytes of the document that is being read; documents without tokens
     # Nothing is shown unless stderr is a terminal.
     bar = tqdm(desc=corpus.name, unit="B", unit_scale=True, disable=None)
     with bar, closing(encode_in_order(batches, files, workers)) as ordered:
         for batch, contents in ordered:
             before = text_bytes
-            for (text, is_last), content in zip(batch, contents, strict=True):
+            for text, content in zip(batch, contents, strict=True):
+                if not content:  # as in GPT-NeoX, documents without tokens are left out
+                    corpus.skips["blank document"] += 1
+                    continue
                 ids = np.frombuffer(content, writer.dtype)
                 corpus.skips[UNKNOWN] += int(np.count_nonzero(ids == tokenizer.unknown))
-                size += len(text) if text.isascii() else len(text.encode())
-                writer.append(content)
-                if not is_last:
-                    continue
-                if writer.pending:
-                    writer.append(end)
-                    writer.end_document()
-                    text_bytes += size
-                else:  # as in GPT-NeoX, documents without tokens are left out
-                    blank += 1
-                size = 0
-            bar.set_postfix(documents=writer.documents, tokens=writer.tokens, refresh=False)
+                writer.append(content + end)
+                text_bytes += len(text) if text.isascii() else len(text.encode())
             bar.update(text_bytes - before)
     writer.meta["text_bytes"] = text_bytes
-    corpus.skips["blank document"] += blank
 
 
 def training_texts(corpus: Corpus, left: int = TRAINING_CHARACTERS) -> Iterator[str]:
-    """The text that a tokenizer is trained on: the first characters not held out, in pieces."""
-    for piece in pieces_of(corpus, True, stop=corpus.to_train_on):
-        yield piece.text[:left]
-        left -= len(piece.text)
+    """The text that a tokenizer is trained on: the first characters that are not held out."""
+    for text in islice(corpus.documents(), corpus.to_train_on):
+        yield text[:left]
+        left -= len(text)
         if left <= 0:
             return
 

@@ -108,7 +108,7 @@ def test_what_was_prepared_from_something_else_is_kept_unless_overwritten(text):
             own(source, data, *words.split())
     assert everything(data) == before
     os.truncate(data / "mine" / "mine_text_document.bin", 10)
-    with pytest.raises(UserError, match=r"\.bin: is cut off: 10 bytes"):
+    with pytest.raises(UserError, match=r"\.bin: has 10 bytes, but"):
         own(text, data)
     own(other, data, "--vocab-size", "300", "--overwrite")
     assert len(TokenFile.open(data / "mine" / "mine_text_document")) == 1
