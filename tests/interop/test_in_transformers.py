@@ -518,7 +518,7 @@ def test_what_cannot_be_right_is_refused_by_name():
         use(of_theirs("bloom"), "alibi")
     with pytest.raises(UserError, match="no encoding is called 'kerpel'"):
         use(of_theirs("llama"), "kerpel")
-    with pytest.raises(UserError, match="kerple_log takes no option 'slope'"):
+    with pytest.raises(UserError, match="kerple_log: takes no option 'slope'"):
         use(of_theirs("llama"), "kerple_log", slope=1)
     with pytest.raises(UserError, match="use: Sum counts by the ids of tokens"):
         use(of_theirs("llama"), "sum", parts=[{"abacus": {"digits": [3, 4]}}, "rotary"])

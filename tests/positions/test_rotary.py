@@ -83,15 +83,12 @@ def test_rotary_turns_as_hugging_face_does(part, start, tolerance):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
 
 
-def test_a_relative_is_its_earlier_spelling_and_several_act_together():
+def test_a_relative_is_a_scaling_of_rotary_and_two_act_together():
     q, k = torch.randn(2, 1, 4, 20, 64)
     stretched = {"factor": 4, "original_length": 256}
     lists = {name: LONGROPE[name] for name in ("long_factor", "short_factor")}
-    for name, options, earlier in (
-        ("p_rope", {"fraction": 0.5}, {"fraction": 0.5}),
-        ("clipped_rope", {}, {"clipped": None}),
-        ("clipped_rope", {"clipped": 9}, {"clipped": 9}),
-        ("resonance", {"base": 500}, {"resonance": True, "base": 500}),
+    for name, options, spelled in (
+        ("clipped_rope", {"clipped": 9}, {"scaling": "clipped_rope", "clipped": 9}),
         ("pi", stretched, {"scaling": "linear", **stretched}),
         ("ntk", stretched, {"scaling": "ntk", **stretched}),
         ("by_parts", stretched, {"scaling": "by_parts", **stretched}),
@@ -99,18 +96,18 @@ def test_a_relative_is_its_earlier_spelling_and_several_act_together():
         ("llama3", stretched, {"scaling": "llama3", **stretched}),
         ("longrope", {**stretched, **lists}, {"scaling": "longrope", **stretched, **lists}),
     ):
-        ours, theirs = build(name, SHAPE, **options), build("rotary", SHAPE, **earlier)
+        ours, theirs = build(name, SHAPE, **options), build("rotary", SHAPE, **spelled)
         assert type(ours) is type(theirs)
         for turned, expected in zip(
             ours.on_queries_keys(q, k), theirs.on_queries_keys(q, k), strict=True
         ):
             assert torch.equal(turned, expected), name
-    both = build("rotary", SHAPE, scaling="linear", factor=4, resonance=True, fraction=0.5)
-    whole = 2 * math.pi / (4 * 10000.0 ** (torch.arange(16) / 32) * 2 * math.pi).round()
-    torch.testing.assert_close(both.inv_freq, torch.cat([whole, torch.zeros(16)]))
+    both = build("p_rope", SHAPE, scaling="linear", factor=4, fraction=0.5)
+    fast = 1 / (4 * 10000.0 ** (torch.arange(16) / 32))
+    torch.testing.assert_close(both.inv_freq, torch.cat([fast, torch.zeros(16)]))
     # From j = 16 on, 10000^(j/32) > 512 / 2π: those pairs turn less than once within 512 tokens.
     yarn = build("rotary", SHAPE, scaling="yarn", factor=4)
-    faded = build("rotary", SHAPE, scaling="yarn", factor=4, clipped=None)
+    faded = build("clipped_rope", SHAPE, scaling="yarn", factor=4)
     half_cosine = (1 + (torch.arange(16, dtype=torch.float64) * math.pi / 15).cos()) / 2
     factors = torch.cat([torch.ones(16), half_cosine]).float()
     torch.testing.assert_close(faded.inv_freq, yarn.inv_freq * factors, rtol=1e-6, atol=1e-25)
