@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from megatron.attention.scope import BLOCK
-from megatron.attention.terms import Content, Terms
+from megatron.attention.terms import Terms
 from megatron.errors import UserError
 from megatron.evaluation import methods
 from megatron.evaluation.methods import (
@@ -21,7 +21,6 @@ from megatron.evaluation.methods import (
     clipped,
     faults_of,
     method_of,
-    near_far,
 )
 from megatron.model import GPT
 from megatron.model.block import Text
@@ -224,7 +223,7 @@ REFUSED = (
     ({"method": "string,attention_factor=0"}, ["attention_factor=0.0 is not within 0.01 …"]),
     (
         {"method": "dual_chunk", "window": 47},
-        ["chunk=30,limit=36,attention_factor=1: window 47 hides what it is for; give --window"],
+        ["chunk=30,limit=36,attention_factor=1: has no meaning beside this --window"],
     ),
     ({"method": "clipped_rope"}, ["--method clipped_rope: give clipped= too"]),
     (
@@ -237,9 +236,9 @@ REFUSED = (
         [
             "--clip-distance 3: rotary has no table",
             "--sinks 2: excludes --method rerope",
-            "--method rerope,window=24: has no meaning beside blockwise: true",
-            "--method rerope,window=24: excludes --clip-distance 3",
-            "--method rerope,window=24: window 24 hides what it is for; give --window none",
+            "--method rerope,window=24: has no meaning beside blockwise",
+            "--method rerope,window=24: has no meaning beside --clip-distance",
+            "--method rerope,window=24: has no meaning beside this --window",
         ],
     ),
     (
@@ -278,70 +277,6 @@ def test_a_method_names_all_of_its_options():
     assert set(METHODS) == set(VARIANTS) - {"sinks", "clip_distance"} | {"pi", "ntk", "longrope"}
 
 
-def by_definition(near, far, v, terms, *, places, distance, sinks):
-    """`near_far` with one matrix of scores for each version."""
-    queries, keys = near[0].shape[2], v.shape[2]
-    index = torch.arange(keys)
-    query = index[keys - queries :]
-    back = query[:, None] - index
-    versions = []
-    for (q, k), (query_place, key_place) in ((near, (query, index)), (far, places)):
-        scores = q @ k.mT / math.sqrt(q.shape[-1])
-        if terms.bias is not None:
-            table_distance = (query_place[:, None] - key_place).clamp(0, terms.bias.shape[1] - 1)
-            scores = scores * terms.weight[:, table_distance] + terms.bias[:, table_distance]
-        if terms.content is not None:
-            scores = scores + terms.content.u @ terms.content.w.mT
-        versions.append(scores)
-    is_near = (back >= 0) & (back < distance)
-    is_far = back >= distance
-    if sinks is not None:
-        is_far = is_far & (index < sinks)
-    visible = (is_near | is_far) & (back < (terms.window or keys))
-    scores = torch.where(is_near, *versions).masked_fill(~visible, -math.inf)
-    return scores.softmax(-1) @ v
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_near_and_far_keys_in_blocks_give_the_formula(monkeypatch, dtype):
-    monkeypatch.setattr(methods, "BLOCK", 8)
-    tolerance = (
-        {"rtol": 0, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 2**-8, "atol": 1e-6}
-    )
-    for number, (queries, keys, distance, window, sinks) in enumerate((
-        (40, 40, 7, None, None),
-        (40, 40, 1, None, None),
-        (40, 40, 100, None, None),
-        (40, 40, 7, 20, None),
-        (40, 40, 20, 7, None),
-        (40, 40, 9, None, 30),
-        (40, 40, 1, None, 1),
-        (1, 40, 7, None, None),
-        (13, 40, 7, None, 2),
-        (1, 1, 7, None, 2),
-    )):  # fmt: skip
-        near, far = (
-            tuple(
-                torch.randn(2, 3, length, dim, dtype=torch.float64).to(dtype)
-                for length in (queries, keys)
-            )
-            for dim in (4, 6)
-        )
-        v = torch.randn(2, 3, keys, 3, dtype=torch.float64).to(dtype)
-        index = torch.arange(keys)
-        query = index[keys - queries :]
-        u, w = torch.randn(2, 2, 3, keys, 2, dtype=torch.float64)
-        content = Content.of((u[:, :, keys - queries :], w), queries) if number % 2 else None
-        bias, weight = torch.randn(2, 3, keys + 2, dtype=torch.float64)
-        options = {"places": ((query + 3) // 2, index // 2), "distance": distance, "sinks": sinks}
-        double = [tuple(x.double() for x in pair) for pair in (near, far)]
-        for terms in (Terms(bias, weight, window, content=content), Terms(window=window)):
-            result = near_far(near, far, v, terms, **options)
-            expected = by_definition(*double, v.double(), terms, **options)
-            assert result.dtype == dtype
-            torch.testing.assert_close(result.double(), expected, **tolerance)
-
-
 class LargestTensor(TorchDispatchMode):
     """The most elements that any tensor has."""
 
@@ -362,8 +297,7 @@ def test_no_tensor_holds_the_scores_of_more_than_a_block_of_queries(method, bias
     position = build("rotary", Shape(2, 4, 8, 1024))
     with torch.no_grad(), LargestTensor() as largest:
         method_of(method, 1024).attend(Text(position, q, k, v, Terms(bias)))
-    least = q.numel() if bias is None else BLOCK * 1024  # torch's kernel shows no scores
-    assert least <= largest.elements <= 2 * BLOCK * 2048
+    assert largest.elements <= 2 * BLOCK * (2048 + BLOCK)
 
 
 def places_of_dual_chunks(length: int, chunk: int, limit: int) -> torch.Tensor:
