@@ -37,6 +37,8 @@ ENDED = {
     "--two-by-two": "use --clip-distance none 511 --logn-scale off on",
     "longppl": "docs/evaluation.md computes it with megatron.evaluation.losses",
     "--judge": "docs/evaluation.md computes LongPPL with megatron.evaluation.losses",
+    "gap": "use tail",
+    "--ends": "use --protocol tail",
     "--shots": "use --num-fewshot",
     "--task-folder": "export the checkpoint and use lm_eval --include_path",
     "--metadata": "export the checkpoint and use lm_eval --metadata",

@@ -8,6 +8,7 @@ import torch
 
 from megatron.checkpoints.read import load_for_evaluation
 from megatron.data.tokenizers.build import build_tokenizer
+from megatron.evaluation import loaded_run
 from tests.checkpoints import make_checkpoint
 from tests.support import ROOT, call
 
@@ -103,6 +104,7 @@ def test_the_tokenizer_is_found_beside_the_data_or_where_it_is_named(tmp_path):
     beside = asked()
     assert beside.returncode == 0, beside.stderr
     moved = (place / "tokenizer.json").rename(tmp_path / "moved.json")
+    loaded_run._tokenizer.cache_clear()  # as another process would begin
     gone = asked()
     assert gone.returncode == 1
     assert "learned with (HFTokenizer" in gone.stderr

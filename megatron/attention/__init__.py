@@ -28,6 +28,8 @@ BACKENDS: dict[str, Backend] = {
 BY_TRITON = {"bias", "weight", "window", "chunk", "segments", "content", "sink", "needs_lse"}
 COMPUTED = {"sdpa": BY_TRITON | {"index_bias", "scores"}, "triton": BY_TRITON}
 """The terms that a backend computes; eager, the definition, computes all. Others are refused."""
+ADDED = ("index_bias", "bias", "weight", "window", "chunk", "segments", "content")
+"""Terms that change plain causal attention."""
 REASONS = {
     "on_scores": "the encoding looks at content",
     "scores": "the encoding gives scores by content",
@@ -207,16 +209,10 @@ def _best(q: Tensor, terms: Terms, other_width: bool) -> Choice:
         return Choice("sdpa", REASONS["scores"])
     if q.device.type != "cuda":
         return Choice("sdpa", f"on the {q.device.type.upper()}")
-    named = {
-        "index bias": (terms.index_bias,),
-        "distance table": (terms.bias, terms.weight),
-        "window, chunks or documents": (terms.window, terms.chunk, terms.segments),
-        "bias by content": (terms.content,),
-    }
-    reasons = [name for name, values in named.items() if any(x is not None for x in values)]
-    if not reasons:
+    named = [name for name in ADDED if getattr(terms, name) is not None]
+    if not named:
         return Choice("sdpa", "plain causal on CUDA")
-    reason = " and ".join(reasons) + " on CUDA"
+    reason = f"{' and '.join(named)} on CUDA"
     obstacle = refusal("triton", q, terms, other_width)
     if obstacle is None:
         return Choice("triton", reason)

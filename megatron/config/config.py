@@ -222,7 +222,7 @@ def staged(position: Position, attention: Attention, stage: Stage) -> tuple[Posi
 
 def _not_default(entry: Entry) -> dict[str, Any]:
     """The options of an encoding that differ from its own defaults."""
-    defaults = defaults_of(entry.name)
+    defaults = defaults_of(entry.name, entry.options)
     chosen = {}
     for name, value in entry.options.items():
         if name not in defaults or plain(value) != plain(defaults[name]):

@@ -21,9 +21,9 @@ from megatron.config import Config, load
 from megatron.config.schema import plain
 from megatron.errors import UserError
 from megatron.model import Architecture, AttentionSettings, options_of_entry
-from megatron.positions import in_earlier_spelling
 from megatron.positions.layers import ATTENTION, WITH_ENCODING, entries_of
 from megatron.positions.registry import named
+from megatron.positions.rotary import spelled_out
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 DENSE = "dense"  # a kind of MLP
@@ -222,9 +222,10 @@ class Family:
             kind = kinds[layer % len(kinds)]
             turns = turning[layer % len(turning)] and kind != self.still
             if kind != LINEAR:
-                layers.append({"rotary": options_by_kind[kind]} if turns else "none")
+                layers.append(rotary_entry(options_by_kind[kind]) if turns else "none")
         if "none" not in layers and all(layer == layers[0] for layer in layers):
-            return settings | {"pos_emb": "rotary", "pos_emb_args": options_by_kind[kinds[0]]}
+            [(name, options)] = rotary_entry(options_by_kind[kinds[0]]).items()
+            return settings | {"pos_emb": name, "pos_emb_args": options}
         return settings | one_or_pattern("pos_emb", "pos_emb_layers", layers)
 
     def configuration(self, config: Mapping[str, Any]) -> Config:
@@ -355,6 +356,11 @@ def rotary_options(theirs: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
+def rotary_entry(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The encoding of such options by its name."""
+    return {"p_rope" if "fraction" in options else "rotary": options}
+
+
 def rope_of(options: Mapping[str, Any]) -> dict[str, Any]:
     """rope_parameters from all options of `rotary`; those of another encoding give the default."""
     kind = options.get("scaling", "none")
@@ -366,7 +372,7 @@ def rope_of(options: Mapping[str, Any]) -> dict[str, Any]:
         SHARE: options.get("rotary_pct", 1.0),
     }
     for key, option in SCALINGS.get(kind, {}).items():
-        if options[option] is not None:
+        if options.get(option) is not None:
             rope[key] = options[option]
     return rope
 
@@ -384,9 +390,9 @@ def function_of(config: Config) -> dict[str, Any]:
     model = Architecture.of(config.model)
     encodings = []
     for entry in entries_of(config.position):
-        name, spelled = in_earlier_spelling(entry.name, options_of_entry(config, entry))
+        name, spelled = spelled_out(entry.name, options_of_entry(config, entry))
         options = plain(spelled)
-        if options.get("scaling", "none") != "none":
+        if "original_length" in options:
             options["original_length"] = options["original_length"] or model.seq_length
         encodings.append({name: options})
     attention = AttentionSettings.of(config.attention)

@@ -170,14 +170,14 @@ def compare_logits(
         logits = model.logits(model.features(ids)[:, -last:])
         return theirs(ids, logits_to_keep=last).logits, logits
 
-    others, logits = both(theirs, model)
-    difference, largest = float((others - logits).abs().max()), float(logits.abs().max())
+    their_logits, logits = both(theirs, model)
+    difference, largest = float((their_logits - logits).abs().max()), float(logits.abs().max())
     # `not <=`: nan is no agreement
     if not difference <= TOLERANCE * max(1.0, largest):
         # Steep weights, states and long texts multiply rounding, and each program's is its own.
         with InFloat64():
-            others, exact = both(deepcopy(theirs).double(), deepcopy(model).double())
-        if not (others - exact).abs().max() <= ROUNDINGS * (logits - exact).abs().max():
+            their_logits, exact = both(deepcopy(theirs).double(), deepcopy(model).double())
+        if not (their_logits - exact).abs().max() <= ROUNDINGS * (logits - exact).abs().max():
             raise UserError(
                 f"logits of {program} differ from ours by {difference:.3g} at {ids.shape[1]}"
                 f" tokens, where the largest is {largest:.3g} - nothing was written; please report"

@@ -37,7 +37,6 @@ from megatron.positions import fingerprint
 
 logger = logging.getLogger(__name__)
 
-FORM = "3"  # of imports: earlier ones kept no chat template
 ON_THE_FLY = Path("runs/imported")
 BY_ENDING = {".model": "SPMTokenizer", ".tiktoken": "TiktokenTokenizer"}
 PAIR = ("vocab.json", "merges.txt")  # GPT-2's tokenizer
@@ -161,7 +160,7 @@ def import_if_foreign(source: str | Path) -> Path:
     if kind not in ("huggingface", "exported") or (folder / COPY).exists():
         return path
     sums = sums_of(kind, folder)
-    digest = fingerprint(FORM + json.dumps(sums, sort_keys=True))[:12]
+    digest = fingerprint(json.dumps(sums, sort_keys=True))[:12]
     # Of a model of the hub, the folder is called by its revision.
     name = path.resolve().name if path.is_dir() else path.name
     run = ON_THE_FLY / f"{name}-{digest}"

@@ -105,7 +105,7 @@ class Position(Float32Module):
 
     @classmethod
     def joined(cls, options: Mapping[str, Any]) -> tuple[type["Position"], dict[str, Any]]:
-        """The class that earlier options make of this one, and its own options among them."""
+        """The class that some options make of this one, and the options that it takes."""
         return cls, dict(options)
 
     @classmethod

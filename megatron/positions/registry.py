@@ -188,20 +188,10 @@ def options_of(encoding: str | type[Position]) -> dict[str, inspect.Parameter]:
     return options
 
 
-def defaults_of(name: str) -> dict[str, Any]:
-    """Defaults of the options of an encoding, those of earlier spellings included."""
-    defaults = {key: option.default for key, option in options_of(name).items()}
-    return {**getattr(encoding_called(name), "earlier", {}), **defaults}
-
-
-def in_earlier_spelling(name: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Name and all options of an encoding: yarn {factor: 4} is rotary {scaling: yarn, …}."""
-    encoding = encoding_called(name)
-    joined_as = getattr(encoding, "joined_as", None)
-    base = name
-    if joined_as is not None:
-        base = next(key for key, kind in REGISTRY.items() if issubclass(encoding, kind))
-    return base, {**defaults_of(base), **defaults_of(name), **(joined_as or {}), **options}
+def defaults_of(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults of the options that an encoding takes beside some options."""
+    encoding, _ = encoding_called(name).joined(options)
+    return {key: option.default for key, option in options_of(encoding).items()}
 
 
 def named(option: str, item: Any) -> tuple[str, dict[str, Any]]:
@@ -223,12 +213,6 @@ def named(option: str, item: Any) -> tuple[str, dict[str, Any]]:
 def build(name: str, shape: Shape, **options: Any) -> Position:
     """The encoding `name` for a model of this shape; UserError for a bad name, option or value."""
     encoding = encoding_called(name)
-    choices = defaults_of(name)
-    for option in options:
-        if option not in choices:
-            raise UserError(
-                f"pos_emb_args: {name} takes no option {option!r}; {suggestion(option, choices)}"
-            )
     for option, parameter in options_of(name).items():
         if parameter.default is parameter.empty and option not in options:
             raise UserError(
@@ -237,9 +221,11 @@ def build(name: str, shape: Shape, **options: Any) -> Position:
             )
     try:
         encoding, options = encoding.joined(options)
-        parameters = options_of(encoding)
+        choices = options_of(encoding)
         for option, value in options.items():
-            if isinstance(parameters[option].default, bool) and not isinstance(value, bool):
+            if option not in choices:
+                raise UserError(f"takes no option {option!r}; {suggestion(option, choices)}")
+            if isinstance(choices[option].default, bool) and not isinstance(value, bool):
                 raise UserError(f"{option}: {value!r} is not true or false")
         position = encoding(shape, **options)
         position.options = options

@@ -34,12 +34,12 @@ def test_auto_takes_the_best_and_says_why():
         (cpu, Terms(TABLE), "sdpa (auto: on the CPU)"),
         (cuda, Terms(on_scores=torch.sin), "eager (auto: the encoding looks at content)"),
         (cuda, Terms(), "sdpa (auto: plain causal on CUDA)"),
-        (cuda, Terms(TABLE), "triton (auto: distance table on CUDA)"),
-        (cuda, Terms(content=content(1)), "triton (auto: bias by content on CUDA)"),
-        (cuda, Terms(content=content(3)), "sdpa (auto: bias by content on CUDA; not triton: it k"),
-        (cuda, Terms(window=4), "triton (auto: window, chunks or documents on CUDA)"),
-        (wide, Terms(TABLE), "sdpa (auto: distance table on CUDA; not triton: head_dim 256"),
-        (cuda, Terms(index_bias=torch.add), "sdpa (auto: index bias on CUDA; not triton: it read"),
+        (cuda, Terms(TABLE), "triton (auto: bias on CUDA)"),
+        (cuda, Terms(content=content(1)), "triton (auto: content on CUDA)"),
+        (cuda, Terms(content=content(3)), "sdpa (auto: content on CUDA; not triton: it k"),
+        (cuda, Terms(window=4), "triton (auto: window on CUDA)"),
+        (wide, Terms(TABLE), "sdpa (auto: bias on CUDA; not triton: head_dim 256"),
+        (cuda, Terms(index_bias=torch.add), "sdpa (auto: index_bias on CUDA; not triton: it read"),
     ):
         assert str(choose("auto", q, terms)).startswith(chosen)
 

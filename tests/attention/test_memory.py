@@ -1,4 +1,4 @@
-"""Attention on the CPU keeps no square of scores, with gradients and for near and far keys."""
+"""Attention on the CPU keeps no square of scores, with gradients too."""
 
 import ctypes
 
@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from megatron.attention import attention
-from megatron.attention.terms import Terms
-from megatron.evaluation.methods import near_far
 from tests.support import measures_memory, memory_below
 
 HEADS, LENGTH = 3, 4096
@@ -25,19 +23,14 @@ def freed_memory_goes_back():
 
 
 @measures_memory
-@pytest.mark.parametrize("kind", ["table", "product", "near and far"])
+@pytest.mark.parametrize("kind", ["table", "product"])
 def test_long_texts_need_no_square_of_memory(kind):
     fused = torch.randn(1, LENGTH, HEADS, 3, 64).permute(3, 0, 2, 1, 4)  # as the model has them
-    q, k, v = (x.detach().requires_grad_(kind != "near and far") for x in fused)
+    q, k, v = (x.detach().requires_grad_() for x in fused)
     bias = torch.randn(HEADS, LENGTH, requires_grad=True)
     steps = torch.rand(1, HEADS, LENGTH) * 1e-3  # nothing may be skipped
     product = (torch.randn(1, HEADS, LENGTH), steps.cumsum(2))
-    index = torch.arange(LENGTH)
     with memory_below(SQUARE / 2):
-        if kind == "near and far":
-            far, places = (q.flip(2), k.flip(2)), (index, index // 4)
-            near_far((q, k), far, v, Terms(), places=places, distance=512, sinks=4)
-            return
         options = {"bias": bias} if kind == "table" else {"score_bias": product}
         out = attention(q, k, v, **options, backend="sdpa")
         torch.autograd.grad(out, [q, k, v], out.detach())

@@ -68,7 +68,7 @@ def test_a_file_is_run_once_and_its_encoding_has_options_messages_and_aliases(mi
     words = ["num_attention_heads=12", "seq_length=64", "pos_emb=level"]
     assert load([first], words).position.pos_emb == "flat"
     (line,) = faults("pos_emb=flat", "pos_emb_args.heit=2")
-    assert "flat takes no option 'heit'; did you mean height?" in line
+    assert "flat: takes no option 'heit'; did you mean height?" in line
     mine.write_text(CODE + "edited = True\n")
     (line,) = faults(f"pos_emb_file={mine}")
     assert "the name 'flat' is taken by another encoding" in line

@@ -1,14 +1,16 @@
 """Methods for longer texts: every encoding computes or refuses them, cached as uncached."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from megatron.attention.terms import Content, Terms
+from megatron.attention.scope import BLOCK
+from megatron.attention.terms import Terms
 from megatron.errors import UserError
 from megatron.evaluation import methods
 from megatron.evaluation.methods import (
@@ -17,7 +19,6 @@ from megatron.evaluation.methods import (
     MeasuredAttention,
     faults_of,
     method_of,
-    near_far,
 )
 from megatron.model import GPT
 from megatron.model.block import Text
@@ -181,7 +182,7 @@ REFUSED = (
     ({"method": "string,attention_factor=0"}, ["attention_factor=0.0 is not within 0.01 …"]),
     (
         {"method": "dual_chunk", "window": 47},
-        ["chunk=30,limit=36,attention_factor=1: window 47 hides what it is for; give --window"],
+        ["chunk=30,limit=36,attention_factor=1: has no meaning beside this --window"],
     ),
     ({"method": "clipped_rope"}, ["--method clipped_rope: give clipped= too"]),
     (
@@ -194,9 +195,9 @@ REFUSED = (
         [
             "--clip-distance 3: rotary has no table",
             "--sinks 2: excludes --method rerope",
-            "--method rerope,window=24: has no meaning beside blockwise: true",
-            "--method rerope,window=24: excludes --clip-distance 3",
-            "--method rerope,window=24: window 24 hides what it is for; give --window none",
+            "--method rerope,window=24: has no meaning beside blockwise",
+            "--method rerope,window=24: has no meaning beside --clip-distance",
+            "--method rerope,window=24: has no meaning beside this --window",
         ],
     ),
     (
@@ -235,52 +236,91 @@ def test_a_method_names_all_of_its_options():
     assert set(METHODS) == set(VARIANTS) - {"sinks", "clip_distance"} | {"pi", "ntk", "longrope"}
 
 
-def by_definition(near, far, v, terms, *, places, distance, sinks):
-    """`near_far` with one matrix of scores for each version."""
-    queries, keys = near[0].shape[2], v.shape[2]
-    index = torch.arange(keys)
-    query = index[keys - queries :]
-    back = query[:, None] - index
-    versions = []
-    for (q, k), (query_place, key_place) in ((near, (query, index)), (far, places)):
-        scores = q @ k.mT / math.sqrt(q.shape[-1])
-        if terms.bias is not None:
-            table_distance = (query_place[:, None] - key_place).clamp(0, terms.bias.shape[1] - 1)
-            scores = scores * terms.weight[:, table_distance] + terms.bias[:, table_distance]
-        if terms.content is not None:
-            scores = scores + terms.content.u @ terms.content.w.mT
-        versions.append(scores)
-    is_near = (back >= 0) & (back < distance)
-    is_far = back >= distance
-    if sinks is not None:
-        is_far = is_far & (index < sinks)
-    visible = (is_near | is_far) & (back < (terms.window or keys))
-    scores = torch.where(is_near, *versions).masked_fill(~visible, -math.inf)
-    return scores.softmax(-1) @ v
+class LargestTensor(TorchDispatchMode):
+    """The most elements that any tensor has."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.elements = max(self.elements, leaf.numel())
+        return out
 
 
-def test_near_and_far_keys_in_blocks_give_the_formula(monkeypatch):
+@pytest.mark.parametrize("bias", [None, torch.zeros(2, 2048)], ids=["plain", "a table"])
+@pytest.mark.parametrize("method", ["dual_chunk", "string", "rerope"])
+def test_no_tensor_holds_the_scores_of_more_than_a_block_of_queries(method, bias):
+    q, k, v = torch.randn(3, 1, 2, 2048, 4)
+    position = build("rotary", Shape(2, 4, 8, 1024))
+    with torch.no_grad(), LargestTensor() as largest:
+        method_of(method, 1024).attend(Text(position, q, k, v, Terms(bias)))
+    assert largest.elements <= 2 * BLOCK * (2048 + BLOCK)
+
+
+def places_of_dual_chunks(length: int, chunk: int, limit: int) -> torch.Tensor:
+    """Distances [length, length] of dual chunk attention, by the paper's sets of positions."""
+    distance = torch.zeros(length, length, dtype=torch.int64)
+    for i in range(length):
+        for j in range(i + 1):
+            chunks_between = i // chunk - j // chunk
+            if chunks_between == 0:
+                query = i % chunk
+            elif chunks_between == 1:
+                query = min(i % chunk + chunk, limit)
+            else:
+                query = min(2 * chunk - 1, limit)
+            distance[i, j] = query - j % chunk
+    return distance
+
+
+def rotated_products(q, k, distance, *, features: int) -> torch.Tensor:
+    """q·k after a turn of the first features by distance · 10000^(-2f/features), in float64."""
+    frequencies = 10000 ** (-torch.arange(0, features, 2, dtype=torch.float64) / features)
+    angle = distance[..., None] * frequencies
+    turn = torch.polar(torch.ones_like(angle), angle)  # [queries, keys, features / 2]
+    pairs = [torch.complex(*x[..., :features].chunk(2, dim=-1)) for x in (q, k)]
+    turned = torch.einsum("bhif,bhjf,ijf->bhij", pairs[0], pairs[1].conj(), turn).real
+    return turned + q[..., features:] @ k[..., features:].mT
+
+
+@pytest.mark.parametrize("method", ["dual_chunk", "string"])
+@pytest.mark.parametrize("rotary_pct", [1.0, 0.5])
+@pytest.mark.parametrize("slope", [1.0, 0.0])
+@torch.no_grad()
+def test_positions_of_keys_follow_the_formula_of_the_paper(monkeypatch, method, rotary_pct, slope):
+    """With grouped queries, slopes by distance or none, a sink and a cache, in small blocks."""
     monkeypatch.setattr(methods, "BLOCK", 8)
-    drawn = partial(torch.randn, dtype=torch.float64)
-    for number, (queries, keys, distance, window, sinks) in enumerate((
-        (40, 40, 7, None, None),
-        (40, 40, 1, 20, None),
-        (40, 40, 20, 7, None),
-        (40, 40, 9, None, 30),
-        (1, 40, 7, None, None),
-        (13, 40, 7, None, 2),
-    )):  # fmt: skip
-        near = (drawn(2, 3, queries, 4), drawn(2, 3, keys, 4))
-        far = (drawn(2, 3, queries, 6), drawn(2, 3, keys, 6))
-        v = drawn(2, 3, keys, 3)
-        index = torch.arange(keys)
-        query = index[keys - queries :]
-        content = None
-        if number % 2:
-            content = Content.of((drawn(2, 3, queries, 2), drawn(2, 3, keys, 2)), queries)
-        bias, weight = drawn(2, 3, keys + 2)
-        options = {"places": ((query + 3) // 2, index // 2), "distance": distance, "sinks": sinks}
-        for terms in (Terms(bias, weight, window, content=content), Terms(window=window)):
-            result = near_far(near, far, v, terms, **options)
-            expected = by_definition(near, far, v, terms, **options)
-            torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
+    length, queries = 57, 33
+    q = torch.randn(2, 4, length, 8, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 2, length, 8, dtype=torch.float64)
+    parts = [{"rotary": {"rotary_pct": rotary_pct}}, *(["alibi"] if slope else [])]
+    position = build("sum", Shape(4, 8, 32, 48), parts=parts).double()
+    options = {
+        "dual_chunk": "chunk=11,limit=17,attention_factor=1.2",
+        "string": "window=13,local=4,attention_factor=1.2",
+    }
+    chosen = method_of(f"{method},{options[method]}", 48)
+    sink = torch.randn(4, dtype=torch.float64)
+    terms = Terms(position.distance_bias(chosen.table_length(length)), sink=sink)
+    log_n = torch.arange(1, length + 1, dtype=torch.float64).log()[None]
+
+    index = torch.arange(length)
+    back = index[:, None] - index
+    distance = torch.where(back < 13, back, back - 13 + 4)
+    if method == "dual_chunk":
+        distance = places_of_dual_chunks(length, 11, 17)
+    wide_k, wide_v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    products = rotated_products(q, wide_k, distance, features=int(8 * rotary_pct))
+    slopes = slope * torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8], dtype=torch.float64)
+    scores = 1.2**2 * log_n[..., None] * products / math.sqrt(8)
+    scores = scores - slopes[:, None, None] * distance
+    scores = scores.masked_fill(back < 0, -math.inf)
+    column = sink[:, None, None].expand(2, 4, length, 1)
+    expected = torch.cat([scores, column], dim=-1).softmax(-1)[..., :length] @ wide_v
+
+    for rows in (length, queries, 1):
+        text = Text(position, q[:, :, -rows:], k, v, terms, log_n[:, -rows:])
+        result = chosen.attend(text)
+        torch.testing.assert_close(result, expected[:, :, -rows:], rtol=0, atol=2e-6)

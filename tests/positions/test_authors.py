@@ -161,7 +161,7 @@ def test_clipped_rope_has_the_frequencies_of_the_authors(variant):
     shape = Shape(1, int(golden.param("head_dim")), 16, 512)
     base, clipped = golden.param("rope_theta"), int(golden.param("clip_low_n"))
     trained = build("rotary", shape, base=base)
-    trained.use_scaling({"name": "none", "clipped": clipped})
+    trained.use_scaling({"name": "clipped_rope", "clipped": clipped})
     for ours in (trained, build("clipped_rope", shape, base=base, clipped=clipped)):
         torch.testing.assert_close(ours.inv_freq, golden.numbers["inv_freq"], rtol=1e-6, atol=1e-25)
 

@@ -83,19 +83,19 @@ def test_rotary_turns_as_hugging_face_does(part, start, tolerance):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
 
 
-def test_a_relative_is_rotary_with_its_scaling_and_several_act_together():
+def test_a_relative_is_rotary_with_its_scaling_and_two_act_together():
     for name in ("pi", "ntk", "by_parts", "yarn", "llama3"):
         relative = build(name, SHAPE, factor=4, original_length=256)
         scaling = "linear" if name == "pi" else name
         rotary = build("rotary", SHAPE, scaling=scaling, factor=4, original_length=256)
         assert torch.equal(relative.inv_freq, rotary.inv_freq), name
         assert relative.amplitude == rotary.amplitude
-    both = build("rotary", SHAPE, scaling="linear", factor=4, resonance=True, fraction=0.5)
-    whole = 2 * math.pi / (4 * 10000.0 ** (torch.arange(16) / 32) * 2 * math.pi).round()
-    torch.testing.assert_close(both.inv_freq, torch.cat([whole, torch.zeros(16)]))
+    both = build("p_rope", SHAPE, scaling="linear", factor=4, fraction=0.5)
+    fast = 1 / (4 * 10000.0 ** (torch.arange(16) / 32))
+    torch.testing.assert_close(both.inv_freq, torch.cat([fast, torch.zeros(16)]))
     # From j = 16 on, 10000^(j/32) > 512 / 2π: those pairs turn less than once within 512 tokens.
     yarn = build("rotary", SHAPE, scaling="yarn", factor=4)
-    faded = build("rotary", SHAPE, scaling="yarn", factor=4, clipped=None)
+    faded = build("clipped_rope", SHAPE, scaling="yarn", factor=4)
     half_cosine = (1 + (torch.arange(16, dtype=torch.float64) * math.pi / 15).cos()) / 2
     factors = torch.cat([torch.ones(16), half_cosine]).float()
     torch.testing.assert_close(faded.inv_freq, yarn.inv_freq * factors, rtol=1e-6, atol=1e-25)
