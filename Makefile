@@ -139,7 +139,7 @@ faults: $(INSTALLED)
 #   make results PART="cpu tasks"
 PART ?= cpu
 SWEEP = runs/sweeps/$(@:results-%=%)
-REPORT = $(PY) tools/report.py -o $(SWEEP)/report.html --plots $(SWEEP)/plots $(SWEEP)/results.jsonl
+REPORT = $(PY) tools/show_results.py -o $(SWEEP)/report.html --plots $(SWEEP)/plots $(SWEEP)/results.jsonl
 
 results: $(PART:%=results-%)
 
@@ -209,7 +209,7 @@ results-pretrained: $(SMOLLM2) $(POLICY)
 	done
 	printf '%s\n' $(FURTHER) | OMP_NUM_THREADS=1 xargs -P 2 -L 1 $(EVALUATE)
 	$(EVALUATE) $(MANUAL) --protocol tail --tail 4096 --lengths 16384 --method none rerope,window=8191 --logn-scale off on
-	$(PY) tools/report.py -o $(SWEEP)/report.html --plots $(SWEEP)/plots $(SWEEP)/model/evaluation/*.jsonl
+	$(PY) tools/show_results.py -o $(SWEEP)/report.html --plots $(SWEEP)/plots $(SWEEP)/model/evaluation/*.jsonl
 
 results-tasks results-abacus: $(INSTALLED)
 	$(PY) tools/sweep.py run configs/sweeps/$(@:results-%=%).yml --jobs 2

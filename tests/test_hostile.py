@@ -17,13 +17,11 @@ from megatron.errors import UserError, visible
 from megatron.evaluation.loaded_run import loaded_run
 from megatron.interop.reference import load_plain
 from megatron.positions import load_file
-from megatron.report.page import model_beside
 from megatron.results.files import read_rows
 from tests.checkpoints import make_checkpoint
 from tests.results.rows import rows
 
 ESCAPE = "\x1b[2J"  # clears a terminal
-READ_BY_PAGES = ("checkpoint.json", "config.yml", "model.safetensors")
 
 
 @pytest.fixture(autouse=True)
@@ -48,35 +46,6 @@ def step(corpus, tmp_path):
     record = json.loads(file.read_text())
     file.write_text(json.dumps({key: record[key] for key in ("step", "config_hash", "vocab")}))
     return folder
-
-
-def test_a_page_waits_for_no_pipe_and_reads_no_device(step):
-    assert model_beside(str(step), []) is not None
-    for name in READ_BY_PAGES:
-        place = step / name
-        content = place.read_bytes() if place.exists() else b""
-        place.unlink(missing_ok=True)
-        os.mkfifo(place)
-        with pytest.raises(UserError):
-            model_beside(str(step), [])
-        place.unlink()
-        place.symlink_to("/dev/zero")
-        with pytest.raises(UserError):
-            model_beside(str(step), [])
-        place.unlink()
-        place.write_bytes(content)
-
-
-def test_a_row_that_names_another_file_shows_nothing_of_it(step, tmp_path):
-    secret = tmp_path / "secret"
-    secret.write_text("token: hunter2\n")
-    for name in ("config.yml", "model.safetensors"):
-        (step / name).unlink()
-        (step / name).symlink_to(secret)
-    assert model_beside(str(secret), []) is None
-    with pytest.raises(UserError) as refusal:
-        model_beside(str(step), [])
-    assert "hunter2" not in str(refusal.value)
 
 
 def test_latest_may_be_a_pipe(step):

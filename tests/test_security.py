@@ -22,7 +22,7 @@ def test_no_command_prints_or_writes_a_secret(corpus, tmp_path, monkeypatch):
     for words in (
         ["train.py", *TINY, f"data_path={corpus}", f"save={run}"],
         ["evaluate.py", "--checkpoint", run, "eval_tokens=256", *lengths],
-        ["tools/report.py", rows, "--output", tmp_path / "page.html"],
+        ["tools/show_results.py", rows, "--output", tmp_path / "page.html"],
     ):
         done = call(*words)
         assert done.returncode == 0, done.stderr

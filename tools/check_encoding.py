@@ -1,58 +1,92 @@
-"""Test one encoding for the properties that all must have; exit status 1 if something fails.
+"""Test one encoding for the properties that all must have, or draw it.
 
 python tools/check_encoding.py kerple_log
 python tools/check_encoding.py mep --option "kernels=[exp, kerple_log]" --option weights=learned
-python tools/check_encoding.py bump --from my_encoding.py --heads 12 --head-dim 64
+python tools/check_encoding.py bump --from my_encoding.py --plot bump.svg
+python tools/check_encoding.py runs/mep --plot learned.png    what a checkpoint has learned
+
+The exit status is 1 if something fails.
 """
 
 import logging
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from textwrap import fill
 
+from megatron.checkpoints.read import load_for_evaluation
 from megatron.cli_errors import command_parser, guarded
 from megatron.config.yaml_files import read_overrides
 from megatron.conformance.checks import examine
 from megatron.conformance.subject import FACT, FAILS, HOLDS, NOT_APPLICABLE, Finding, Subject
 from megatron.errors import UserError
 from megatron.evaluation.options import number
-from megatron.positions import load_file
+from megatron.positions import REGISTRY, load_file
 
 LEGEND = (
     f"{HOLDS}: holds · {FAILS}: must hold and does not"
     f" · {FACT}: does not hold, which is no fault · {NOT_APPLICABLE}: does not apply"
 )
+DRAWN = {"heads": 12, "head_dim": 64, "train_length": 512}  # the shape of the papers' models
 
 
 @guarded
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser(__doc__)
     add = parser.add_argument
-    add("name", help="the encoding, as in pos_emb")
+    add("name", help="the encoding, as in pos_emb; with --plot also a run's folder")
     user_file = "a Python file of yours that registers encodings"
     add("--from", dest="file", type="path", metavar="FILE", help=user_file)
     option = "an option of the encoding, as in pos_emb_args; may be repeated"
     add("--option", action="append", default=[], metavar="KEY=VALUE", help=option)
     size = number(1, 1024)
-    add("--heads", type=size, default=Subject.heads, help="number of heads")
-    add("--head-dim", type=size, default=Subject.head_dim, help="features per head")
-    length = "seq_length of the model; most checks use texts of this length"
-    add("--train-length", type=number(32, 2**17), default=Subject.train_length, help=length)
+    add("--heads", type=size, help=f"default: {Subject.heads}, of a picture 12")
+    add("--head-dim", type=size, help=f"default: {Subject.head_dim}, of a picture 64")
+    length = f"seq_length of the model; default: {Subject.train_length}, of a picture 512"
+    add("--train-length", type=number(32, 2**17), help=length)
+    add("--plot", type=Path, metavar="PICTURE", help="draw it instead: a .png, .svg or .pdf")
+    distances = "distances to draw; default: %(default)s"
+    add("--length", type=number(2, 2**20), default=16384, help=distances)
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.ERROR)
 
-    sizes = (arguments.heads, arguments.head_dim, arguments.train_length)
     faults: list[str] = []
     options = read_overrides(arguments.option, faults.append)
     if faults:
         raise UserError(f"--option: {faults[0]}; write --option key=value")
     if arguments.file:
         load_file(arguments.file)
-    findings = examine(Subject(arguments.name, options, *sizes))
+    shape = {key: value for key in DRAWN if (value := getattr(arguments, key))}
+    if arguments.plot:
+        shape = DRAWN | shape
+    subject = Subject(arguments.name, options, **shape)
     shown = ", ".join(f"{key}: {value}" for key, value in options.items())
     title = f"{arguments.name} {{{shown}}}" if options else arguments.name
-    shape = "{} heads of {}, trained at {} tokens".format(*sizes)
-    return report(f"{title}, {shape}", findings)
+    if not arguments.plot:
+        sizes = f"{subject.heads} heads of {subject.head_dim}"
+        heading = f"{title}, {sizes}, trained at {subject.train_length} tokens"
+        return report(heading, examine(subject))
+
+    from megatron.report.curves import write  # matplotlib, which checks do without
+    from megatron.report.encoding_figures import NO_PICTURE, draw, panels
+
+    positions = {}
+    if arguments.name not in REGISTRY and Path(arguments.name).is_dir():
+        model, config, meta = load_for_evaluation(arguments.name)
+        for placed in model.placed:
+            label = f", {placed.label}" if len(model.placed) > 1 else ""
+            positions[f"{config.label}{label}, step {meta['step']}"] = placed.position
+    else:
+        positions[title] = subject.position()
+    for count, (title, position) in enumerate(positions.items()):
+        drawn = panels(position, arguments.length)
+        path = arguments.plot
+        if count:
+            path = path.with_stem(f"{path.stem}-{count}")
+        if drawn:
+            write(draw(drawn, title), path)
+        print(f"{title}: {path if drawn else NO_PICTURE}")
+    return 0
 
 
 def report(heading: str, findings: Sequence[Finding]) -> int:

@@ -1,15 +1,18 @@
-"""Results of several runs as tables and one plot: python tools/show_results.py A.jsonl … [-o PLOT]
+"""Results of several runs as tables, and as a plot or one HTML page.
+
+python tools/show_results.py RESULTS.jsonl … [-o PLOT.png]
+python tools/show_results.py RESULTS.jsonl … -o report.html [--plots FOLDER]
 
 Each corpus, part and protocol has its own table: compare numbers within one table only.
 Perplexities of different tokenizers cannot be compared; bits per byte can (--bits-per-byte).
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 from megatron.cli_errors import command_parser, guarded
 from megatron.report.curves import plot_results
+from megatron.report.page import check_page, page_of, write_page
 from megatron.results.files import read_rows
 from megatron.results.gain import table_of_gains
 from megatron.results.labels import sections
@@ -18,49 +21,48 @@ from megatron.results.table import table
 
 @guarded
 def main(argv: list[str] | None = None) -> int:
-    options = _parser().parse_args(argv)
+    parser = command_parser(__doc__)
+    add = parser.add_argument
+    add("results", type=Path, nargs="+", metavar="FILE", help="JSON lines that evaluate.py wrote")
+    add("-o", "--output", type=Path, metavar="FILE", help="a .png, .svg, .pdf or .html")
+    add("--over-seeds", action="store_true", help="one line per encoding: mean ± deviation")
+    by_step = "plot by step: the lengths of a run, or runs at each length"
+    add("--over-training", action="store_true", help=by_step)
+    in_bytes = "instead of perplexity, for any tokenizers"
+    add("--bits-per-byte", action="store_true", help=in_bytes)
+    form = {"dest": "form", "action": "store_const", "default": "text"}
+    add("--markdown", const="markdown", help="the tables in Markdown", **form)
+    add("--latex", const="latex", help="the tables for LaTeX (booktabs)", **form)
+    folder = "of a page: a folder for its figures as PNG, SVG and PDF"
+    add("--plots", type=Path, metavar="FOLDER", help=folder)
+    against = "of a page: what it compares with; default: the lowest at the longest length"
+    add("--against", metavar="NAME", help=against)
+    add("--title", default="Results beyond the training length", help="of a page")
+    options = parser.parse_args(argv)
+    output: Path | None = options.output
+    is_page = output is not None and output.suffix == ".html"
+    if is_page:
+        check_page(output)
+    elif options.plots or options.against:
+        parser.error("--plots and --against are of a page - give -o report.html")
+
     rows = read_rows(options.results)
-    print(
-        table(
-            rows,
-            over_seeds=options.over_seeds,
-            bits_per_byte=options.bits_per_byte,
-            form=options.form,
-        )
-    )
+    if is_page:
+        page = page_of(rows, options.against)
+        write_page(page, output, title=options.title, plots=options.plots)
+        figures = [name for section in page for name in section.figures]
+        print(f"{output}: {len(rows)} rows, {len(figures)} figures")
+        return 0
+    how = {"bits_per_byte": options.bits_per_byte, "form": options.form}
+    print(table(rows, over_seeds=options.over_seeds, **how))
     for heading, members in sections(rows).items():
         if gains := table_of_gains(members):
             print(f"\n{heading}\n{gains.text()}")
-    if options.output:
+    if output:
         how = {"over_seeds": options.over_seeds, "over_training": options.over_training}
-        plot_results(rows, options.output, **how)
-        print(f"\nplot: {options.output}")
-        if any(row.get("position_losses") for row in rows):
-            print("loss by position: tools/report.py draws it")
+        plot_results(rows, output, **how)
+        print(f"\nplot: {output}")
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = command_parser(__doc__)
-    parser.add_argument(
-        "results", type=Path, nargs="+", metavar="FILE", help="JSON lines that evaluate.py wrote"
-    )
-    parser.add_argument("-o", "--output", type=Path, metavar="PLOT", help="a .png, .svg or .pdf")
-    parser.add_argument(
-        "--over-seeds", action="store_true", help="one line per encoding: mean ± standard deviation"
-    )
-    parser.add_argument(
-        "--over-training",
-        action="store_true",
-        help="plot by step: the lengths of a run, or runs at each length",
-    )
-    parser.add_argument(
-        "--bits-per-byte", action="store_true", help="instead of perplexity, for any tokenizers"
-    )
-    form = {"dest": "form", "action": "store_const", "default": "text"}
-    parser.add_argument("--markdown", const="markdown", help="the table in Markdown", **form)
-    parser.add_argument("--latex", const="latex", help="the table for LaTeX (booktabs)", **form)
-    return parser
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ linear. A bias is cut at -12, where a key gets no attention any more. The dashed
 the effective length of a head ends (KERPLE, appendix A.5). Encodings that look at content have no
 picture.
 
-`python tools/plot_positions.py NAME` draws an encoding with your options, `--checkpoint DIR` what
-was learned. `python tools/check_encoding.py NAME` tests the properties that it must have.
+`python tools/check_encoding.py NAME` tests the properties that an encoding must have; with
+`--plot FILE` it draws the encoding with your options, or what a run has learned.
 """
 # What hooks cost beyond plain attention.
 COSTS = {

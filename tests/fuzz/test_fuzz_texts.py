@@ -57,7 +57,7 @@ def test_a_row_of_any_values(tmp_path, changes, removed):
 def test_any_bytes_as_results(tmp_path, content):
     path = tmp_path / "a.jsonl"
     path.write_bytes(content)
-    works_or_says_why(lambda: page_of([path]))
+    works_or_says_why(lambda: page_of(read_rows([path])))
 
 
 TOKENIZER = json.loads(train_tokenizer(["a b"], 257))

@@ -19,7 +19,7 @@ COMMANDS = {
     "a.png": "tools/show_results.py {input} -o",
     "a.svg": "tools/show_results.py {input} -o",
     "a.pdf": "tools/show_results.py {input} -o",
-    "a.html": "tools/report.py {input} -o",
+    "a.html": "tools/show_results.py {input} -o",
     "tokenizer.json": "tools/train_tokenizer.py --input {text} --vocab-size 280 --overwrite -o",
     "rows.jsonl": f"evaluate.py --checkpoint {RUN} -o",
     "texts.jsonl": "generate.py --checkpoint {run} --prompt ab --max-new-tokens 2 -o",

@@ -20,7 +20,6 @@ def test_results_come_in_one_table_and_one_plot(tmp_path, capsys):
     assert "seed 123" not in plot.read_text()
     capsys.readouterr()
     assert main([str(RESULTS / "cpu-environment-protocols.jsonl"), "-o", str(plot)]) == 0
-    assert "report.py" in capsys.readouterr().out, "it draws the loss by position"
 
 
 def test_the_tables_of_the_results_at_hand_are_those_of_their_files():
