@@ -31,8 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     in_bytes = "instead of perplexity, for any tokenizers"
     add("--bits-per-byte", action="store_true", help=in_bytes)
     form = {"dest": "form", "action": "store_const", "default": "text"}
-    add("--markdown", const="markdown", help="the table in Markdown", **form)
-    add("--latex", const="latex", help="the table for LaTeX (booktabs)", **form)
+    add("--markdown", const="markdown", help="the tables in Markdown", **form)
+    add("--latex", const="latex", help="the tables for LaTeX (booktabs)", **form)
     folder = "of a page: a folder for its figures as PNG, SVG and PDF"
     add("--plots", type=Path, metavar="FOLDER", help=folder)
     against = "of a page: what it compares with; default: the lowest at the longest length"

@@ -12,8 +12,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from megatron.errors import UserError, in_words
 from megatron.files import read_small
-from megatron.results.comparison import ALPHA, SEEDS, Difference, difference_of
-from megatron.results.comparison_table import FEW
+from megatron.results.comparison import ALPHA, FEW, SEEDS, Difference, difference_of
 from megatron.results.labels import axes_beside, facts_of, kinds, labels_of, other_differences
 from megatron.results.row import (
     ATTENTION_INPUTS,

@@ -9,7 +9,6 @@ import numpy as np
 from megatron.errors import UserError
 from megatron.results.labels import axes_of, labels_of, other_differences, select
 from megatron.results.row import (
-    BLOCK,
     SETTING,
     Row,
     grouped,
@@ -21,6 +20,7 @@ ALPHA = 0.05
 SEEDS = 3  # common seeds that a claim about an encoding needs
 PLACES = (*SETTING, "length", "tokens")  # runs of a seed may have their own text
 TARGETS = ("corpus", "part", "split", "tokenizer", "length")  # of two protocols
+FEW = 20  # windows, below which an interval over windows covers less than 95 %
 WORSE, BETTER = "†", "‡"
 
 
@@ -31,13 +31,11 @@ class Difference:
     estimate: the mean over seeds, from SEEDS common seeds on; else of these weights, over the text
     unit: "seeds", or the pieces of text, "blocks" or "windows"
     by_seed: the difference of each common seed
-    tokens: scored targets of a piece of text, on average
     """
 
     estimate: Estimate
     unit: str
     by_seed: Mapping[int | None, float]
-    tokens: float = 0
 
     @property
     def is_claim(self) -> bool:
@@ -209,22 +207,16 @@ def difference_of(
             f" data_path, split and lengths, or {SEEDS} seeds where each seed has its own text"
         )
     in_blocks = all(row.get("block_losses") for row in (*ours, *theirs))
-    key = "block_losses" if in_blocks else "window_losses"  # tasks have no blocks
+    piece = "block" if in_blocks else "window"  # tasks have no blocks
+    key = f"{piece}_losses"
     counts = {len(row.get(key) or ()) for row in (*ours, *theirs)}
     if len(counts) > 1 or 0 in counts:
         raise UserError("its rows have other windows than the reference's - measure both again")
     # Runs that scored the same targets are averaged.
     first, second = (np.mean([row[key] for row in rows], axis=0) for rows in (ours, theirs))
-    example = ours[0]
-    windows = example["windows"]
-    window_tokens = example.get("window_tokens") or [example["tokens"] / windows] * windows
+    weights = ours[0].get(f"{piece}_tokens")
     if not in_blocks:
-        estimate = mean_of(first - second, window_tokens)
-        return Difference(estimate, "windows", by_seed, float(np.mean(window_tokens)))
-    block_tokens = example.get("block_tokens") or [BLOCK] * len(first)
+        return Difference(mean_of(first - second, weights), "windows", by_seed)
     # A long window holds several blocks; a block may span several short windows.
-    starts = np.cumsum([0, *block_tokens[:-1]])
-    window_of_block = np.searchsorted(np.cumsum(window_tokens), starts, side="right")
-    sizes = np.unique(window_of_block, return_counts=True)[1].tolist()
-    estimate = mean_of_blocks(first - second, sizes, block_tokens)
-    return Difference(estimate, "blocks", by_seed, float(np.mean(block_tokens)))
+    windows = ours[0]["windows"] if len(first) % ours[0]["windows"] == 0 else 1
+    return Difference(mean_of_blocks(first - second, weights, windows), "blocks", by_seed)

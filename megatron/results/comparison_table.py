@@ -4,11 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from megatron.results.comparison import ALPHA, BETTER, SEEDS, WORSE, Comparison
 from megatron.results.statistics import corrected_for, perplexity_of
-from megatron.results.table import BITS, Table, cell, from_to, with_spread
-
-FEW = 20  # windows, below which an interval over windows covers less than 95 %
-# What an interval speaks about: its heading, by whether it is a claim.
-HEADINGS = {True: "95 %, over seeds", False: "95 %, these weights on this text"}
+from megatron.results.table import BITS, Table, cell, with_spread
 
 
 def tables(
@@ -48,13 +44,12 @@ def _table(pairs: Sequence[Comparison], bits_per_byte: bool) -> Table:
         estimate, by_seed = pair.difference.estimate, pair.difference.by_seed
         line[f"loss - {pair.reference}"] = f"{estimate.mean:+z.4f}"
         interval = estimate.interval() or ()
-        line[HEADINGS[pair.is_claim]] = _in_brackets([f"{bound:+z.4f}" for bound in interval])
+        line["95 %"] = _in_brackets([f"{bound:+z.4f}" for bound in interval])
         ratios = [_ratio(estimate.mean), _in_brackets(map(_ratio, interval))]
         line["ratio [95 %]"] = " ".join(ratios).strip()
         if pair.p is not None:
             line["p"] = f"{pair.p:.4f}" if pair.p >= 1e-4 else "<0.0001"
-        elif estimate.n_eff is not None:
-            line["n_eff"] = f"{estimate.n_eff:.0f} of {estimate.n} {pair.difference.unit}"
+        line["sample"] = f"{estimate.n} {pair.difference.unit}"
         if pair.other_differences:
             note = f"differs from {pair.reference} in more than the encoding"
             notes.append(f"{pair.encoding}: {note}: {pair.other_differences}")
@@ -83,38 +78,18 @@ def how_made(comparisons: Sequence[Comparison]) -> list[str]:
     """How the intervals and the marks were made, in sentences."""
     lines = []
     differences = [pair.difference for pair in comparisons if pair.difference]
-    claims = [difference for difference in differences if difference.is_claim]
-    weights = [difference for difference in differences if not difference.is_claim]
-    if weights:
-        counts = sorted(len(difference.by_seed) for difference in weights)
+    claims = sum(difference.is_claim for difference in differences)
+    if claims < len(differences):
         lines.append(
-            f"these weights on this text (common seeds: {from_to(counts[0], counts[-1])}): an"
-            " interval does not cover how other seeds would differ, so nothing is marked: a claim"
-            f" about an encoding needs {SEEDS} seeds"
-        )
-        tokens = sorted((each.estimate.n_eff or 0) * each.tokens for each in weights)
-        size = from_to(f"{tokens[0]:,.0f}", f"{tokens[-1]:,.0f}")
-        lines.append(f"n_eff: independent pieces that would give the same error ({size} tokens)")
-    units = {difference.unit for difference in weights}
-    if "blocks" in units:
-        lines.append(
-            "differences of the same blocks of up to 512 targets; the error accounts for the"
-            " correlation of neighbouring blocks and of the blocks of one window, but of a single"
-            " window not for the difference between windows"
-        )
-    if "windows" in units:
-        few = f"; below {FEW} windows, intervals cover less than 95 % where neighbours correlate"
-        fewest = min(each.estimate.n for each in weights if each.unit == "windows")
-        lines.append(
-            "differences of the same windows; Student's t over overlapping batches of them"
-            + (few if fewest < FEW else "")
+            "these weights on this text: the error allows for correlated neighbours and for what"
+            " the blocks of a window share (docs/evaluation.md); an interval does not cover how"
+            " other seeds would differ, so nothing is marked: a claim about an encoding needs"
+            f" {SEEDS} seeds"
         )
     if claims:
-        counts = sorted(len(difference.by_seed) for difference in claims)
         lines += [
-            f"over seeds: differences of the same {from_to(counts[0], counts[-1])} seeds,"
-            " Student's t over seeds",
-            f"p: two-sided{corrected_for(len(claims))}; {ALPHA:g} is significant",
+            "over seeds: differences of the same seeds, Student's t over seeds",
+            f"p: two-sided{corrected_for(claims)}; {ALPHA:g} is significant",
             f"{WORSE} {comparisons[0].reference} is significantly better, {BETTER} significantly"
             " worse; ± std over seeds",
         ]

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Required, TypeVar, cast
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic checks rows by these types
 
-from megatron.protocols import BLOCK as BLOCK
 from megatron.protocols import OPTIONS, TASK
 
 Facts = dict[str, Any]  # some keys of a row
@@ -174,7 +173,7 @@ BOOKKEEPING = ("sweep", "config_hash", "checkpoint")
 # Equal for rows of one line of a table. The hash of a configuration stands for the model.
 RUN = ("pos_emb", "config_hash", "checkpoint", "bos_token", "step", "seed", *VARIANT, *SETTING)
 
-# How the notes beneath a table write a key, and the headings of a table of runs.
+# How the notes beneath a table write a key, and the columns of a table of models.
 NOTES = {
     "step": "step {}",
     "trained_on": "trained on {}",
@@ -186,24 +185,10 @@ NOTES = {
     "device": "on {}",
     "commit": "commit {}",
 }
-COLUMNS = {
-    "pos_emb": "pos_emb",
-    "pos_emb_args": "options",
-    "layer_kinds": "layers",
-    "linear_pos_emb": "positions of states",
-    "attention_gate": "gate",
-    "softmax_type": "softmax",
-    "optimizer_type": "optimizer",
-    "dtype": "dtype",
-    "train_length": "trained at",
-    "step": "step",
-    "trained_on": "trained on",
-    "parent_model": "from",
-    "seed": "seed",
-    "tokenizer": "tokenizer",
-    "config_hash": "config",
-    "commit": "commit",
-}
+COLUMNS = (
+    *("pos_emb", "pos_emb_args", *SHOWN_IF_SET, "dtype", "train_length", "step", "trained_on"),
+    *("parent_model", "seed", "tokenizer", "config_hash", "commit"),
+)
 
 AnyQuestion = TypeVar("AnyQuestion", bound=Question)
 
@@ -286,12 +271,6 @@ def encoding_of(row: Question) -> str:
 def shown_fact(row: Question, key: str) -> Any:
     """A fact as notes and pages show it: the seed of an imported model's configuration is none."""
     return None if key == "seed" and "origin" in row else row.get(key)
-
-
-def seed_in_words(row: Question) -> str:
-    """Such as ", seed 1234"; empty if there is none."""
-    seed = shown_fact(row, "seed")
-    return "" if seed is None else f", seed {seed}"
 
 
 def trained_length(row: Question) -> int | None:

@@ -7,7 +7,7 @@ import pytest
 
 from megatron.errors import UserError
 from megatron.results.claims import FIELDS, Claim, has_length, judged, read_claims, table_of
-from megatron.results.statistics import Estimate, mean_of, mean_of_blocks, t_quantile, values_needed
+from megatron.results.statistics import Estimate, mean_of_blocks, t_quantile, values_needed
 from tests.results.rows import row, row_of_blocks, rows
 from tests.support import ROOT
 
@@ -320,7 +320,7 @@ def test_a_false_claim_over_several_lengths_rarely_holds_and_a_true_one_rarely_f
 @pytest.mark.parametrize("effect", GPOWER)
 def test_the_sample_needed_is_that_of_g_power(effect):
     n = 10
-    seen = Estimate(effect, 1 / math.sqrt(n), n - 1, n, 1, n)
+    seen = Estimate(effect, 1 / math.sqrt(n), n - 1, n)
     assert values_needed(seen, effect, 0.025, "seeds") == GPOWER[effect]
 
 
@@ -333,23 +333,14 @@ def test_a_verdict_asks_for_the_seeds_that_decide_at_holms_next_level():
     assert first.needed == "13 seeds"
 
 
-# A normal test needs (1.96 + 0.84)² / effect².
-@pytest.mark.parametrize(
-    ("unit", "n", "effect", "most"), [("blocks", 64, 0.15, 450), ("windows", 8, 0.5, 60)]
-)
-def test_the_pieces_of_text_that_a_verdict_asks_for_decide_with_a_power_of_80_percent(
-    unit, n, effect, most
-):
-    def mean_of_pieces(values):
-        return mean_of(values) if unit == "windows" else mean_of_blocks(values, [1] * len(values))
-
+@pytest.mark.parametrize(("n", "effect", "most"), [(64, 0.15, 450), (64, 0.3, 150)])
+def test_the_blocks_that_a_verdict_asks_for_decide_with_a_power_of_80_percent(n, effect, most):
     generator = np.random.default_rng(7)
-    pilot = mean_of_pieces(generator.standard_normal(n))
-    seen = Estimate(effect, 1 / math.sqrt(n), pilot.df, n, pilot.block, n)
-    needed = values_needed(seen, effect, 0.025, unit)
-    assert (2.8 / effect) ** 2 < needed < most
+    pilot = mean_of_blocks(generator.standard_normal(n))
+    needed = values_needed(Estimate(effect, 1 / math.sqrt(n), pilot.df, n), effect, 0.025, "blocks")
+    assert (2.8 / effect) ** 2 < needed < most  # a normal test needs (1.96 + 0.84)² / effect²
     decisions = 0
     for values in generator.normal(effect, 1, (400, needed)):
-        estimate = mean_of_pieces(values)
+        estimate = mean_of_blocks(values)
         decisions += estimate.mean > t_quantile(0.975, estimate.df) * estimate.stderr
     assert abs(decisions / 400 - 0.8) < 3 * math.sqrt(0.8 * 0.2 / 400)

@@ -14,7 +14,7 @@ from tests.support import ROOT
 from tools import claims, compare, show_results
 
 COMMAND = re.compile(
-    r"^    python tools/(claims|compare|show_results)\.py (.+)\n[^#]*(?=\n## |\Z)", re.M
+    r"^    python tools/(claims|compare|show_results)\.py ((?!.* -o ).+)\n[^#]*(?=\n## |\Z)", re.M
 )
 
 
