@@ -12,7 +12,6 @@ from megatron.positions.layers import (
     Entry,
     attention_count,
     build_entry,
-    build_linear,
     entries_of,
     shape_of,
 )
@@ -56,7 +55,6 @@ def from_config(config: "Config", vocab: int, end_of_document: int | None = None
             positions=positions,
             position_of_layer=position_of_layer,
             position_names=names,
-            linear_position=build_linear(config.model),
             vocab=vocab,
             end_of_document=end_of_document,
         )

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import UserError, did_you_mean, fault_in
+from megatron.layer_kinds import load_installed
 from megatron.positions.base import DistanceBias, Position, Shape, WrongEncoding
 
 REGISTRY: dict[str, type[Position]] = {}
@@ -270,8 +271,13 @@ def build(name: str, shape: Shape, **options: Any) -> Position:
 
 
 def encoding_called(name: str) -> type[Position]:
-    """The class registered under `name` or under a fork's spelling of it."""
+    """The class registered under `name` or under a fork's spelling of it.
+
+    Installed packages bring more by the group `megatron.positions` of entry points.
+    """
     registered = ALIASES.get(name, name)
+    if registered not in REGISTRY:
+        load_installed("megatron.positions", registered)
     if registered not in REGISTRY:
         raise UserError(f"pos_emb: no encoding is called {name!r}; {suggestion(name, REGISTRY)}")
     return REGISTRY[registered]

@@ -20,6 +20,7 @@ from megatron.interop.importing import import_checkpoint
 from megatron.interop.modeling_positions_gpt import PositionsGPTConfig, PositionsGPTForCausalLM
 from megatron.model import Architecture, from_config
 from megatron.positions import REGISTRY
+from tests.architectures import architecture
 from tests.encodings import SAMPLE
 from tests.interop.models import VOCAB, of_theirs, random_ids, spread
 from tests.support import NEEDED, blocks, run
@@ -454,12 +455,7 @@ def test_weight_decay_of_their_trainer_spares_what_an_encoding_learns(tmp_path):
     with_encoding = changed("llama", "sum", parts=["fox", "kerple_log"])
     exported = PositionsGPTForCausalLM(
         PositionsGPTConfig(
-            architecture={
-                "num_layers": 1,
-                "hidden_size": 32,
-                "num_attention_heads": 4,
-                "seq_length": 64,
-            },
+            architecture=vars(architecture()),
             encodings=[{"kerple_log": {}}],
         )
     )

@@ -2,7 +2,6 @@
 
 import pytest
 
-from megatron.model.settings import Architecture
 from megatron.model.size import (
     BACKWARD,
     attention_flops,
@@ -11,9 +10,10 @@ from megatron.model.size import (
     matrix_weights,
     palm_weights,
 )
+from tests.architectures import architecture
 
 LAYERS, HIDDEN, VOCAB, LENGTH = 12, 768, 50304, 512  # configs/125M.yml
-MODEL = Architecture(
+MODEL = architecture(
     hidden_size=HIDDEN, num_layers=LAYERS, num_attention_heads=12, seq_length=LENGTH
 )
 
@@ -34,7 +34,7 @@ def test_a_causal_token_attends_to_half_of_the_window_and_to_itself():
 
 
 def test_llama_3_of_eight_billion_has_its_published_number_of_weights():
-    llama = Architecture(
+    llama = architecture(
         hidden_size=4096,
         num_layers=32,
         num_attention_heads=32,

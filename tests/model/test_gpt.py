@@ -55,7 +55,7 @@ def test_losses_are_the_cross_entropy_of_each_token_in_blocks_or_whole(monkeypat
 
 
 WITHOUT_FIRST_QUERIES = [
-    ("pos_emb=rotary", "num_key_value_heads=2", "attention_gate=element"),
+    ("pos_emb=rotary", "num_key_value_heads=2", "layers=gated_attention"),
     ("pos_emb=kerple_log", "window=20", "softmax_type=learnable"),
     ("pos_emb=fire", "gpt_j_residual=true"),
     ("pos_emb=fox", "norm_placement=post", "norm=rmsnorm"),

@@ -9,6 +9,7 @@ from megatron.attention.terms import Terms
 from megatron.config import load
 from megatron.errors import UserError
 from megatron.evaluation.methods import MeasuredAttention
+from megatron.hybrids import LatentAttention
 from megatron.model import (
     GPT,
     Architecture,
@@ -16,9 +17,10 @@ from megatron.model import (
     from_config,
     position_from_config,
 )
-from megatron.model.block import AttentionInputs, Block, LatentAttention
+from megatron.model.block import AttentionInputs, Block
 from megatron.model.cache import LayerCache
 from megatron.positions import Shape, build
+from tests.architectures import architecture
 from tests.encodings import every_signature
 from tests.model.test_cache import in_pieces
 from tests.support import of_encoding
@@ -44,14 +46,10 @@ NAMES = {
 }
 
 
-def architecture(**keys) -> Architecture:
-    return Architecture(
-        hidden_size=HIDDEN,
-        num_layers=1,
-        num_attention_heads=HEADS,
-        seq_length=64,
+def latent(**keys) -> Architecture:
+    return architecture(
         intermediate_size=48,
-        layers=("mla",),
+        layers="mla",
         norm="rmsnorm",
         activation="swiglu",
         use_bias_in_mlp=False,
@@ -82,7 +80,7 @@ def test_a_layer_is_that_of_transformers_deepseek_v3_with_a_dense_mlp(case):
     biases, interleaved = case.startswith("biases"), not case.startswith("biases")
     sizes = {"q_lora_rank": None} | SHAPES[case]
     keys = {key: biases for key in ("use_bias_in_attn_linear", "use_bias_in_attn_output")}
-    ours = Block(architecture(**keys, **sizes), "mla")
+    ours = Block(latent(**keys, **sizes), "mla")
     config = DeepseekV3Config(
         hidden_size=HIDDEN,
         num_attention_heads=HEADS,
@@ -148,7 +146,7 @@ def test_a_layer_without_positions_is_the_attention_of_transformers_kimi_linear(
     from transformers.models.kimi_linear import configuration_kimi_linear, modeling_kimi_linear
 
     sizes = SHAPES["narrow values"]
-    ours = LatentAttention(architecture(use_bias_in_attn_linear=False, **sizes))
+    ours = LatentAttention(latent(use_bias_in_attn_linear=False, **sizes))
     theirs = modeling_kimi_linear.KimiLinearAttention(
         configuration_kimi_linear.KimiLinearConfig(
             hidden_size=HIDDEN,
@@ -194,16 +192,6 @@ def test_every_encoding_decodes_in_pieces_as_in_one_pass_or_is_refused(name):
     torch.testing.assert_close(in_pieces(gpt, ids, [1, 64, 5, 1, 10]), expected, rtol=0, atol=1e-4)
 
 
-def test_a_model_refuses_an_encoding_that_the_configuration_would_refuse():
-    with pytest.raises(UserError, match="mla cannot have CARoPE, because it changes the keys"):
-        GPT(
-            architecture(),
-            AttentionSettings(),
-            positions=[build("carope", Shape(HEADS, 8, HIDDEN, 64))],
-            vocab=50,
-        )
-
-
 @torch.no_grad()
 def test_documents_windows_and_sinks_act_as_on_each_document_alone():
     ids = torch.randint(1, 50, (1, 60))
@@ -247,18 +235,3 @@ def test_methods_move_the_part_of_the_heads_that_the_encoding_acts_on():
     scores = (scores / 12**0.5).masked_fill(distance < 0, -torch.inf)
     expected = layer.dense((scores.softmax(-1) @ v).transpose(0, 1).flatten(1))
     torch.testing.assert_close(result[0], expected, rtol=0, atol=1e-9)
-
-
-def test_sizes_follow_deepseek_v2_and_a_scalar_of_the_scores_stretches_queries():
-    layer = LatentAttention(Architecture(64, 1, 2, 48, layers=("mla",)))
-    assert layer.latent_key.weight.shape == (4 * 32 + 16, 64)
-    assert layer.key_value.weight.shape == (2 * (32 + 32), 4 * 32)
-    assert layer.query.weight.shape == (2 * (32 + 16), 64)
-    x = torch.randn(1, 9, 64)
-    position = build("none", Shape(2, 16, 64, 48))
-    scaled = LatentAttention(Architecture(64, 1, 2, 48, layers=("mla",), query_pre_attn_scalar=3))
-    scaled.load_state_dict(layer.state_dict())
-    with torch.no_grad():
-        layer.query.weight *= 4  # the root of 48 / 3
-    inputs = AttentionInputs(position, Terms())
-    torch.testing.assert_close(scaled(x, inputs), layer(x, inputs), rtol=0, atol=1e-6)
