@@ -132,7 +132,7 @@ class GPT(nn.Module):
     positions: the encoding, one for all layers or one for each, or those of layers that differ;
     position_of_layer: which of them each layer has, where layers differ; as all that is said of
     encodings and windows it is about the layers that have attention
-    position_names: what they are called, where layers differ;
+    named: whether their names stand beside their layers;
     vocab: rows of the embedding, padding included;
     end_of_document: the token that ends a document, for reset_attention_mask
 
@@ -149,7 +149,7 @@ class GPT(nn.Module):
         positions: Sequence[Position],
         vocab: int,
         position_of_layer: Sequence[int] | None = None,
-        position_names: Sequence[str] = (),
+        named: bool = False,
         end_of_document: int | None = None,
     ) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class GPT(nn.Module):
             count = len(self.attention_layers)
             position_of_layer = range(count) if len(positions) > 1 else [0] * count
         self.position_of_layer = list(position_of_layer)
-        self.position_names = list(position_names)
+        self.named = named
         for position in self._positions:
             check_heads(position, model.key_heads, model.heads_per_query)
             position.check_tokens(vocab, end_of_document)
@@ -334,7 +334,7 @@ class GPT(nn.Module):
         for layer, index, window in zip(layers, self.position_of_layer, windows, strict=True):
             position = self._positions[index]
             if (index, window) not in shared:
-                name = self.position_names[index] if self.position_names else ""
+                name = position.registered_name if self.named else ""
                 method = attention.method_of_layer(position, window, self.train_length)
                 backend = attention.attention_backend
                 shared[index, window] = LayerPlan(position, name, window, method, backend)

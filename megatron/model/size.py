@@ -5,8 +5,8 @@ if token came after token.
 A product of an [m, k] and a [k, n] matrix is 2 m k n operations: a multiplication and an addition
 for each term. Norms, softmax, activations, the encoding and recomputation do not count.
 PaLM lets every token attend to the whole window; a causal token attends to half of it.
-`keys` is how many keys a token attends to: the window's `length` for PaLM's count,
-`causal_pairs(length) / length` for the work that a causal mask leaves.
+`keys` is how many keys a token attends to: the window's `length` for PaLM's count, half of it for
+the work that a causal mask leaves.
 """
 
 from collections.abc import Iterator
@@ -84,11 +84,6 @@ def attention_flops(model: Architecture, keys: float) -> float:
 def forward_flops(model: Architecture, vocab: int, keys: float) -> float:
     """Operations of one token, forward: two for each weight of a matrix, and attention."""
     return 2 * matrix_weights(model, vocab) + attention_flops(model, keys)
-
-
-def causal_pairs(length: int) -> int:
-    """Pairs of a query and a key in a causal window, a token's own key included."""
-    return length * (length + 1) // 2
 
 
 class Parameters(NamedTuple):

@@ -106,7 +106,8 @@ class Position(Float32Module):
     published: bool = False
     earlier: ClassVar[dict[str, Any]] = {}
     joined_as: ClassVar[dict[str, Any] | None] = None
-    # What `build` gave the constructor.
+    # What `build` was asked for, and gave the constructor.
+    registered_name: str = ""
     options: Mapping[str, Any] = {}
     # [length] int64: positions to use in place of 0, 1, 2, …, as `randomized` draws them.
     drawn: Tensor | None = None

@@ -257,7 +257,7 @@ def build(name: str, shape: Shape, **options: Any) -> Position:
             if isinstance(parameters[option].default, bool) and not isinstance(value, bool):
                 raise UserError(f"{option}: {value!r} is not true or false")
         position = encoding(shape, **options)
-        position.options = options
+        position.registered_name, position.options = name, options
     except UserError as fault:
         raise UserError(f"pos_emb_args: {name}: {fault}") from None
     if "shape" not in vars(position):

@@ -1,12 +1,8 @@
 """Operations of the model, against PaLM's appendix B worked out by hand."""
 
-import pytest
-
 from megatron.model.size import (
     BACKWARD,
     attention_flops,
-    causal_pairs,
-    forward_flops,
     matrix_weights,
     palm_weights,
 )
@@ -23,14 +19,6 @@ def test_a_trained_token_costs_palms_six_n_and_twelve_layers_hidden_length():
     assert matrix_weights(MODEL, VOCAB) == 84_934_656 + 38_633_472
     assert palm_weights(MODEL, VOCAB) == 123_689_472
     assert BACKWARD * attention_flops(MODEL, LENGTH) == 12 * LAYERS * HIDDEN * LENGTH
-
-
-def test_a_causal_token_attends_to_half_of_the_window_and_to_itself():
-    assert causal_pairs(LENGTH) == sum(range(1, LENGTH + 1))
-    assert causal_pairs(LENGTH) / LENGTH == (LENGTH + 1) / 2
-    whole = forward_flops(MODEL, VOCAB, LENGTH)
-    causal = forward_flops(MODEL, VOCAB, causal_pairs(LENGTH) / LENGTH)
-    assert whole - causal == pytest.approx(4 * LAYERS * HIDDEN * (LENGTH - 1) / 2)
 
 
 def test_llama_3_of_eight_billion_has_its_published_number_of_weights():
