@@ -31,6 +31,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from megatron.attention.flex import CALLS, flex
 from megatron.cli_errors import command_parser, guarded
 from megatron.commit import commit
+from megatron.config.schema import Model
 from megatron.errors import UserError
 from megatron.files import ROOT
 from megatron.model import GPT
@@ -116,14 +117,16 @@ def encodings(
 
 
 def model(options: argparse.Namespace, name: str, settings: Settings) -> GPT:
-    architecture = Architecture(
+    section = Model(
         hidden_size=options.hidden,
         num_layers=options.layers,
         num_attention_heads=options.heads,
         seq_length=options.train_length,
+        max_position_embeddings=options.train_length,
         heads_per_query=encoding_called(name).heads_per_query,
     )
     positions = encodings(options, name, settings, options.layers)
+    architecture = Architecture.of(section)
     gpt = GPT(architecture, AttentionSettings(), positions=positions, vocab=options.vocab)
     gpt.to(DEVICE, DTYPE).positions.float()
     return gpt

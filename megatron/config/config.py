@@ -29,8 +29,9 @@ from megatron.positions import (
     options_of,
     syntax_fingerprint,
 )
-from megatron.positions.layers import Entry, entries_of, linear_entries, name_of_layers
+from megatron.positions.layers import Entry, entries_of, name_of_layers
 from megatron.positions.registry import encoding_called
+from megatron.results.row import SHOWN_IF_SET
 
 COPY = "pos_emb_file.py"  # the user's own encoding, beside the configuration of a checkpoint
 
@@ -93,6 +94,8 @@ class Config(Sections):
             default = self[key.follows] if key.follows else plain(default_of(key.info))
             if key.shapes_result and value != default:
                 shaping[key.name] = file_names(value) if key.name in BY_FILE_NAME else value
+        arguments = shaping.pop("layer_args", {})
+        shaping |= {key: value for key, value in arguments.items() if value is not None}
         shaping |= self._chosen()
         if not shaping["pos_emb_layers"]:
             del shaping["pos_emb_layers"]
@@ -119,8 +122,7 @@ class Config(Sections):
     def _chosen(self) -> dict[str, Any]:
         """The encoding's options that differ from its own defaults, however they are spelt."""
         entries = entries_of(self.position)
-        linear = {entry.name: _not_default(entry) for entry in linear_entries(self.model)}
-        chosen = {"linear_pos_emb": linear, "pos_emb_args": {}, "pos_emb_layers": []}
+        chosen = {"pos_emb_args": {}, "pos_emb_layers": []}
         if not self.position.pos_emb_layers:
             return chosen | {"pos_emb_args": _not_default(entries[0])}
         layers = [{entry.name: _not_default(entry)} for entry in entries]
@@ -131,12 +133,14 @@ class Config(Sections):
         """What labels name beside the encoding, by the keys of rows; empty where all is usual."""
         counts = [(kind, len([*alike])) for kind, alike in groupby(self.model.layers)]
         softmax_type = self.model.softmax_type
-        facts = {
-            "layer_kinds": " + ".join(f"{count} {kind}" for kind, count in counts),
-            "linear_pos_emb": ", ".join(map(str, linear_entries(self.model))),
-            "attention_gate": self.model.attention_gate,
-            "softmax_type": None if softmax_type == "vanilla" else softmax_type,
-            "optimizer_type": "Muon" if self.optimizer.optimizer.type == "Muon" else None,
+        facts = {"layer_kinds": " + ".join(f"{count} {kind}" for kind, count in counts)}
+        for key, value in self.model.layer_args.items():
+            if key in SHOWN_IF_SET:
+                entries = value.items() if isinstance(value, dict) else [(value,)]
+                facts[key] = ", ".join(str(Entry(*entry)) for entry in entries)
+        facts |= {
+            "softmax_type": "" if softmax_type == "vanilla" else softmax_type,
+            "optimizer_type": "Muon" if self.optimizer.optimizer.type == "Muon" else "",
         }
         return {key: value for key, value in facts.items() if value}
 

@@ -45,6 +45,8 @@ SHAPES_LOSSES = (
     "config",
     "data",
     "evaluation",
+    "hybrids",
+    "layer_kinds.py",
     "model",
     "parallel",
     "positions",

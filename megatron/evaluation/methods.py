@@ -40,8 +40,7 @@ from megatron.attention.scope import BLOCK
 from megatron.attention.sdpa import MOST_SCORES, cpu_kernel
 from megatron.attention.terms import Terms, mask, merge, with_sink
 from megatron.errors import UserError, did_you_mean
-from megatron.model.block import Text
-from megatron.model.gated_delta import for_each_query_head
+from megatron.model.block import Text, for_each_query_head
 from megatron.model.settings import AttentionSettings
 from megatron.positions import REGISTRY, Position
 

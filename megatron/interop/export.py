@@ -201,7 +201,7 @@ def keys_of(config: Config, model: GPT) -> dict[str, Any]:
         "num_hidden_layers": architecture.num_layers,
         "num_attention_heads": architecture.num_attention_heads,
         "max_position_embeddings": config.model.max_position_embeddings,
-        "architecture": asdict(architecture),
+        "architecture": plain(vars(architecture)),
         "attention_settings": {
             name: plain(value) for name, value in attention.items() if name not in NOT_KEPT
         },

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +18,12 @@ import yaml
 from torch import Tensor
 
 from megatron.config import Config, load
-from megatron.config.schema import plain
+from megatron.config.schema import KEYS, plain
 from megatron.errors import UserError
+from megatron.files import ROOT
+from megatron.layer_kinds import ATTENTION, layer_called, options_of_layers
 from megatron.model import Architecture, AttentionSettings, options_of_entry
-from megatron.positions.layers import ATTENTION, WITH_ENCODING, entries_of
+from megatron.positions.layers import entries_of
 from megatron.positions.registry import named
 from megatron.positions.rotary import spelled_out
 
@@ -39,6 +41,9 @@ Its attn_implementation has this name, too, which transformers alone refuses.
 IN_TRUNK = "encodings."  # its parameters in such a model
 TRAINING_ALONE = (
     "seq_length",
+    "max_position_embeddings",
+    "make_vocab_size_divisible_by",
+    "layer_args",
     "hidden_dropout",
     "init_method",
     "init_method_std",
@@ -65,7 +70,7 @@ class Family:
     layered: Sequence[str] = ()
     unused: Sequence[str] = ()
     kinds: Mapping[str, str] = field(default_factory=dict)
-    delta_modules: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    state_modules: Mapping[str, Sequence[str]] = field(default_factory=dict)
     whole: str = ""
     inside: str = ""
     beside: Sequence[str] = ()
@@ -193,8 +198,8 @@ class Family:
         names = [self.kinds.get(kind, ATTENTION) for kind in kinds]
         if {*names} != {ATTENTION}:
             settings |= one_or_pattern("layers", "layers", names)
-        if LINEAR not in kinds:
-            settings = {key: settings[key] for key in settings if not key.startswith("linear_")}
+        read = {*KEYS, *options_of_layers(names)}
+        settings = {key: value for key, value in settings.items() if key in read}
         windows = [window if kind == SLIDING else None for kind in kinds]
         settings |= one_or_pattern("window", "window_layers", windows)
 
@@ -255,7 +260,7 @@ class Family:
             **self.written,
         }
         for key, (name, *_) in self.keys.items():
-            value = config.model.seq_length if name == "seq_length" else ours[name]
+            value = config.model.seq_length if name == "seq_length" else ours.get(name)
             if key in self.values:
                 # Of several spellings the first is written.
                 pairs = reversed(list(self.values[key].items()))
@@ -304,10 +309,7 @@ class Family:
             back = function_of(self.configuration(theirs))
         except UserError as fault:
             raise UserError(f"{self.architecture} is another model: {fault}") from None
-        compared = ours
-        if {*ours["layers"]} <= WITH_ENCODING:  # no layer reads the sizes of states
-            compared = {key: ours[key] for key in ours if not key.startswith("linear_")}
-        reasons = [f"{key}: {value}" for key, value in compared.items() if back[key] != value]
+        reasons = [f"{key}: {value}" for key, value in ours.items() if back.get(key) != value]
         for key, value in self.computed.items():
             if theirs.get(key, value) != value:
                 reasons.append(f"{key}: {theirs[key]}, where transformers computes {value}")
@@ -320,7 +322,9 @@ class Family:
         outside = {ours: self.modules[ours] for ours in self.modules if ".attention." not in ours}
         for layer, kind in enumerate(model.kinds):
             number = f".{layer}."
-            modules = self.modules if kind in WITH_ENCODING else {**outside, **self.delta_modules}
+            modules = {**outside, **self.state_modules}
+            if layer_called(kind).has_encoding:
+                modules = self.modules
             for ours, (form, *names) in modules.items():
                 if layer == 0 or ".N." in ours:
                     theirs = [self.trunk + name.replace(".N.", number) for name in names]
@@ -396,25 +400,21 @@ def function_of(config: Config) -> dict[str, Any]:
             options["original_length"] = options["original_length"] or model.seq_length
         encodings.append({name: options})
     attention = AttentionSettings.of(config.attention)
-    key_heads, heads, key_dim, value_dim = model.delta_sizes
-    rank, encoded, unencoded, values = model.latent_sizes
-    features = model.features_of_head if ATTENTION in model.kinds else unencoded + encoded
+    sizes: dict[str, Any] = {}
+    for kind in {*model.kinds}:
+        sizes |= layer_called(kind).sizes(model)
+    features = sizes.get("head_dim") or model.features_of_head
     keys = {
-        **asdict(model),
+        **vars(model),
+        **sizes,
         "layers": model.kinds,
-        "linear_num_key_heads": key_heads,
-        "linear_num_value_heads": heads,
-        "linear_key_head_dim": key_dim,
-        "linear_value_head_dim": value_dim,
-        "kv_lora_rank": rank,
-        "qk_rope_head_dim": encoded,
-        "qk_nope_head_dim": unencoded,
-        "v_head_dim": values,
         "num_key_value_heads": model.key_heads,
         "head_dim": features,
         "intermediate_size": model.mlp_width,
         "use_bias_in_attn_output": model.bias_in_attn_output,
-        "use_bias_in_norms": model.norm_has_bias,
+        "use_bias_in_norms": model.norm == "layernorm"
+        and model.use_bias_in_norms
+        and model.use_weight_in_norms,
         "query_pre_attn_scalar": model.query_pre_attn_scalar or features,
         "pos_emb": [encodings[layer % len(encodings)] for layer in range(model.num_layers)],
         "window": attention.windows(model.num_layers, model.seq_length),
@@ -455,8 +455,9 @@ def fused(parts: Sequence[Tensor], model: Architecture) -> Tensor:
 def parted(tensor: Tensor, model: Architecture) -> list[Tensor]:
     """Queries with their gates, keys and values of ours, one after the other."""
     by_key_head = tensor.unflatten(0, (model.key_heads, -1))
-    queries, gates, keys, values = by_key_head.split(model.widths_of_key_head, dim=1)
-    group = model.num_attention_heads // model.key_heads
+    group, features = model.query_heads // model.key_heads, model.features_of_head
+    parts = [group * features, -2 * features, -features]
+    queries, gates, keys, values = by_key_head.tensor_split(parts, dim=1)
     by_head = [part.unflatten(1, (group, part.shape[1] // group)) for part in (queries, gates)]
     queries = torch.cat(by_head, dim=2).flatten(1, 2)
     return [part.flatten(0, 1) for part in (queries, keys, values)]
@@ -530,8 +531,15 @@ def write_weights(
     return weights
 
 
-TABLE = yaml.safe_load(Path(__file__).with_name("families.yml").read_text(encoding="utf-8"))
+TEXTS = [
+    folder.joinpath("families.yml").read_text(encoding="utf-8")
+    for folder in (Path(__file__).parent, ROOT / "megatron/hybrids")
+]
+TABLE = yaml.safe_load("\n".join(TEXTS))
 SCALINGS: dict[str, dict[str, str]] = TABLE["scalings"]
 IGNORED_HF_KEYS = frozenset(TABLE["ignored_hf_keys"])
-FAMILIES = {name: Family(name, **table) for name, table in TABLE["families"].items()}
+FAMILIES = {
+    name: Family(name, **table)
+    for name, table in (TABLE["families"] | TABLE["families_of_hybrids"]).items()
+}
 """Every family by the name of Hugging Face's class."""

@@ -94,7 +94,8 @@ class Position(Float32Module):
     in_parts: tuple[str, ...] = ()
     claims: ClassVar[tuple[str, ...]] = ()
     fork: ClassVar[Fork | None] = None
-    # What `build` gave the constructor.
+    # What `build` was asked for, and gave the constructor.
+    registered_name: str = ""
     options: Mapping[str, Any] = {}
     # [length] int64: positions to use in place of 0, 1, 2, …, as `randomized` draws them.
     drawn: Tensor | None = None
@@ -434,22 +435,6 @@ def check_heads(position: Position, key_heads: int, heads_per_query: int) -> Non
             f" {type(position).__name__} changes the keys of each head in its own way; leave"
             " num_key_value_heads out"
         )
-
-
-def check_latent(position: Position) -> None:
-    """Raises UserError if the encoding cannot act in an mla layer."""
-    changes_keys = position.has("on_queries_keys") or position.has("on_queries_keys_by_content")
-    refuse(
-        position,
-        {
-            "block_scores needs the keys of each head": position.has("block_scores"),
-            "it changes the keys of each head in its own way, and all heads share the one that it"
-            " is given": changes_keys and not position.grouped_queries,
-            "it makes queries and keys wider": position.score_width != 1,
-            "neighbouring heads have one query": position.heads_per_query != 1,
-        },
-        "layers: mla cannot have {}, because {}; take attention, or another encoding",
-    )
 
 
 class Turning(Position):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import ClassVar, Self
 
@@ -143,3 +144,15 @@ def at_least_float32(x: Tensor) -> Tensor:
 def without_autocast(x: Tensor) -> torch.autocast:
     """A context in which autocast rounds nothing on the device of x."""
     return torch.autocast(x.device.type, enabled=False)
+
+
+@contextmanager
+def in_float32_on_cpu() -> Iterator[None]:
+    """Build encodings, which compute fixed numbers, where a model is built without memory."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import UserError, did_you_mean, fault_in
+from megatron.layer_kinds import load_installed
 from megatron.positions.base import DistanceBias, Position, Shape, WrongEncoding
 
 REGISTRY: dict[str, type[Position]] = {}
@@ -228,7 +229,7 @@ def build(name: str, shape: Shape, **options: Any) -> Position:
             if isinstance(choices[option].default, bool) and not isinstance(value, bool):
                 raise UserError(f"{option}: {value!r} is not true or false")
         position = encoding(shape, **options)
-        position.options = options
+        position.registered_name, position.options = name, options
     except UserError as fault:
         raise UserError(f"pos_emb_args: {name}: {fault}") from None
     if "shape" not in vars(position):
@@ -242,8 +243,13 @@ def build(name: str, shape: Shape, **options: Any) -> Position:
 
 
 def encoding_called(name: str) -> type[Position]:
-    """The class registered under `name` or under a fork's spelling of it."""
+    """The class registered under `name` or under a fork's spelling of it.
+
+    Installed packages bring more by the group `megatron.positions` of entry points.
+    """
     registered = ALIASES.get(name, name)
+    if registered not in REGISTRY:
+        load_installed("megatron.positions", registered)
     if registered not in REGISTRY:
         raise UserError(f"pos_emb: no encoding is called {name!r}; {suggestion(name, REGISTRY)}")
     return REGISTRY[registered]

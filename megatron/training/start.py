@@ -229,7 +229,7 @@ def _fixed(section: Model) -> dict[str, Any]:
     keys = {key: getattr(section, key) for key in Model.model_fields if key not in MAY_CHANGE}
     return keys | {
         "num_key_value_heads": model.key_heads,
-        "head_dim": model.features_of_head,
+        "head_dim": section.head_dim or section.hidden_size // section.num_attention_heads,
         "intermediate_size": model.mlp_width,
         "use_bias_in_attn_output": model.bias_in_attn_output,
     }

@@ -99,7 +99,7 @@ def test_every_key_of_model_and_attention_is_kept(settings, tmp_path):
     card = (folder / "README.md").read_text()
     assert "no class of transformers is exactly this model" in card
     for key, line in {
-        "softmax_type": "| encoding | rotary, attention_gate head, softmax_type learnable |",
+        "softmax_type": "1 gated_attention, attention_gate head, softmax_type learnable |",
         "num_layers": "+ 1 attention + 1 kda, linear_pos_emb clipped_rope |",
     }.items():
         assert (line in card) == (key in settings)

@@ -20,6 +20,7 @@ from megatron.interop.importing import import_checkpoint
 from megatron.interop.modeling_positions_gpt import PositionsGPTConfig, PositionsGPTForCausalLM
 from megatron.model import Architecture, from_config
 from megatron.positions import REGISTRY
+from tests.architectures import architecture
 from tests.encodings import SAMPLE
 from tests.interop.models import VOCAB, of_theirs, random_ids, spread
 from tests.support import NEEDED, blocks
@@ -369,8 +370,7 @@ def test_layers_that_are_computed_again_give_the_same_gradients():
 
 
 def test_weight_decay_of_their_trainer_spares_what_an_encoding_learns(tmp_path):
-    sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 64}
-    config = PositionsGPTConfig(architecture=sizes, encodings=[{"kerple_log": {}}])
+    config = PositionsGPTConfig(architecture=vars(architecture()), encodings=[{"kerple_log": {}}])
     exported, changed_model = PositionsGPTForCausalLM(config), changed("llama", "kerple_log")
     arguments = transformers.TrainingArguments(
         tmp_path, weight_decay=0.1, report_to=[], use_cpu=True
