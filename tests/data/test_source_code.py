@@ -21,11 +21,9 @@ from megatron.files import ROOT
 CODE = "def f(x):\n    return x\n" * 30
 
 
-def test_a_document_of_repeats_is_a_few_random_words_again_and_again_the_same_everywhere():
-    first, again = (list(itertools.islice(Repeats().documents(), 300)) for _ in range(2))
-    assert first == again
+def test_a_document_of_repeats_is_a_few_random_words_again_and_again():
     periods = set()
-    for document in first:
+    for document in itertools.islice(Repeats().documents(), 300):
         words = document.split()
         [period] = [n for n in (4, 8, 16, 32, 64, 128) if words[n:] == words[:-n]][:1]
         periods.add(period)
