@@ -190,15 +190,8 @@ def test_the_vocabulary_is_the_words_that_occur():
             assert len(used) == len(text.words)
 
 
-def test_the_guide_shows_a_problem_of_each_task_and_how_to_add_one():
+def test_the_guides_task_can_be_added():
     guide = (ROOT / "docs/tasks.md").read_text(encoding="utf-8")
-    shown = re.findall(r"^\| `(\w+)` \| `(.*)` \| `(.*)` \|$", guide, re.MULTILINE)
-    assert [name for name, *_ in shown] == list(TASKS)
-    for name, question, answers in shown:
-        answer = iter(answers.split())
-        words = [next(answer) if word == "_" else word for word in question.split()]
-        places = [place for place, word in enumerate(question.split()) if word == "_"]
-        assert SOLVERS[name](words) == {place: words[place] for place in places}
     (code,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
     try:
         exec(code, vars(tasks) | {})
