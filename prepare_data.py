@@ -82,11 +82,6 @@ def run(words: Sequence[str]) -> str:
             f"--vocab-size: is for a tokenizer that is trained here, {kind} has its own "
             "- leave it out"
         )
-    if options.merge_file and kind != "GPT2BPETokenizer":
-        raise UserError(
-            f"--merge-file: {kind} has none - leave it out, or use "
-            "--tokenizer-type GPT2BPETokenizer"
-        )
     return prepare(
         corpus,
         options.data_dir,

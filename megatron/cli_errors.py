@@ -45,7 +45,7 @@ ENDED = {
     "--tokenizer-files": "use hf download openai-community/gpt2 vocab.json merges.txt",
     "--max-document-mb": "cut documents of more than 256 MB",
     "--max-unpack-ratio": "leave it out",
-    "--task-args": "docs/tasks.md writes problems with megatron.data.tasks.TaskText",
+    "--task-args": "docs/tasks.md prints a problem",
     "--ignore-eod": "export the checkpoint and use transformers' generate",
 }
 """Options and choices that have ended, and what to use instead."""

@@ -493,18 +493,6 @@ class TaskText:
                 break
         return np.stack(list(windows.values()))
 
-    def lines(self, part: str, length: int, seed: int, count: int) -> Iterator[str]:
-        """The first problems of a training, in JSON: question, with _ for each word of the answer.
-
-        The answer to `a b = _ _` is `a b`.
-        """
-        samples = self.samples(part, length, seed)
-        for number in range(count):
-            problem = samples.problem(number)
-            words = " ".join("_" if is_answer else word for word, is_answer in problem)
-            answers = " ".join(word for word, is_answer in problem if is_answer)
-            yield json.dumps({"question": words, "answer": answers})
-
     # What callers ask a token file for.
 
     @property

@@ -60,6 +60,3 @@ def test_files_without_a_card_are_taken_only_where_the_user_says_so(pair, capsys
     assert merged.dtype == np.int32
     assert merged.meta["sources"][2]["path"] == f"{bare}.bin"
     assert "text_bytes" not in merged.meta, "one of them is unknown"
-    again = write("again", SECOND, number=1)
-    assert main([pair[0], again, "-o", "twice"]) == 0
-    assert f"took from there are there several times: {'1' * 12}" in caplog.text

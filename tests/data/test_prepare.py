@@ -12,7 +12,6 @@ from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.tokenizer import description
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
-from megatron.folder_lock import owned_folder
 from prepare_data import run
 from tools.merge_data import main as merge
 
@@ -144,17 +143,6 @@ def test_a_fault_leaves_everything_as_it_was(text, monkeypatch):
         own(text, "file")
 
 
-def test_a_second_preparation_of_one_name_is_refused_while_the_first_works(text):
-    folder = Path("data/mine")
-    with owned_folder(folder, "-d"):
-        before = everything()
-        with pytest.raises(UserError, match=rf"-d: {folder} is in use by another process - wait"):
-            own(text, "data")
-        assert everything() == before
-    own(text, "data")
-    assert len(list(folder.iterdir())) == 4
-
-
 def test_parts_are_merged_to_the_bytes_of_one_run_and_finished_ones_are_kept(text, monkeypatch):
     inputs = Path("texts")
     (inputs / "deeper").mkdir(parents=True)
@@ -180,25 +168,3 @@ def test_parts_are_merged_to_the_bytes_of_one_run_and_finished_ones_are_kept(tex
 
     own(inputs, "data", "-t", "CharLevelTokenizer", "--part", "1/1", "--overwrite")
     assert "part" not in TokenFile.open(whole).meta
-
-
-def test_parts_that_make_no_sense_are_refused(text):
-    before = everything()
-    characters = ["-t", "CharLevelTokenizer", "--part"]
-    for part in ("0/2", "3/2", "2", "one/2", "1/0", "-1/2"):
-        with pytest.raises(UserError, match="is no part - write --part 2/4"):
-            own(text, "data", "-t", "CharLevelTokenizer", f"--part={part}")
-    with pytest.raises(
-        UserError, match=r"--part: 2 parts need as many files, .* has 1 - take fewer"
-    ):
-        own(text, "data", *characters, "1/2")
-    with pytest.raises(UserError, match="--part: each part would train another tokenizer - train"):
-        own(text, "data", "--part", "1/1")
-    for words, message in {
-        "arxiv --documents 5": "--part: is of all files of a corpus - leave",
-        "hf:one/two": "--part: is not for a data set of the hub",
-        "repeats -t CharLevelTokenizer": "--part: is of all files of a corpus - leave",
-    }.items():
-        with pytest.raises(UserError, match=message):
-            run([*words.split(), "-d", "data", "--part", "1/2"])
-    assert everything() == before

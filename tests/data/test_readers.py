@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import io
 import json
-import os
 import tarfile
 from pathlib import Path
 
@@ -114,21 +113,6 @@ def test_folders_are_read_in_the_order_of_their_names_and_no_file_twice():
     Path("a.rst").write_bytes(b"\xff\xfea\x00")
     with pytest.raises(UserError, match=r"a\.rst cannot be read \('utf-8' codec"):
         list(Files("c", ["."]).documents())
-
-
-def test_a_folder_that_cannot_be_read_is_named(monkeypatch):
-    Path("texts/closed").mkdir(parents=True)
-    Path("texts/a.txt").write_text("a")
-    scandir = os.scandir
-
-    def refused(folder):  # chmod does not stop root
-        if str(folder).endswith("closed"):
-            raise PermissionError(13, "Permission denied", folder)
-        return scandir(folder)
-
-    monkeypatch.setattr(os, "scandir", refused)
-    with pytest.raises(PermissionError, match="texts/closed"):
-        Files("c", ["texts"])
 
 
 def test_a_damaged_file_is_an_error_and_not_a_shorter_corpus():

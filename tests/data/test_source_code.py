@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.corpora import source_code
 from megatron.data.corpora.recipes import named, read_recipe
 from megatron.data.corpora.source_code import (
     Environment,
     Package,
     Repeats,
     digest_of,
-    documents_of,
 )
 from megatron.errors import UserError
 from megatron.files import ROOT
@@ -21,11 +19,9 @@ from megatron.files import ROOT
 CODE = "def f(x):\n    return x\n" * 30
 
 
-def test_a_document_of_repeats_is_a_few_random_words_again_and_again_the_same_everywhere():
-    first, again = (list(itertools.islice(Repeats().documents(), 300)) for _ in range(2))
-    assert first == again
+def test_a_document_of_repeats_is_a_few_random_words_again_and_again():
     periods = set()
-    for document in first:
+    for document in itertools.islice(Repeats().documents(), 300):
         words = document.split()
         [period] = [n for n in (4, 8, 16, 32, 64, 128) if words[n:] == words[:-n]][:1]
         periods.add(period)
@@ -51,7 +47,7 @@ def installed(monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", ["environment", "pure_python"])
-def test_a_recipe_is_what_constraints_install_on_every_version_of_python(recipe, monkeypatch):
+def test_a_recipe_is_what_constraints_install_on_every_version_of_python(recipe):
     pins = dict(
         line.split("==")
         for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
@@ -68,13 +64,7 @@ def test_a_recipe_is_what_constraints_install_on_every_version_of_python(recipe,
     ]
     if different:
         pytest.skip(f"other versions than those of constraints.txt: {', '.join(different)}")
-    found = documents_of(packages)
-    monkeypatch.setattr(source_code, "documents_of", lambda _: found)  # read once
-    for name, files in found.items():
-        facts = len(files), sum(len(file.content) for file in files), digest_of(files)
-        assert facts == (packages[name].documents, packages[name].bytes, packages[name].sha256)
-
-    corpus = named(recipe)
+    corpus = named(recipe)  # which compares the sums of the files with the recipe
     documents = list(corpus.documents())
     assert len(documents) == sum(fixed.documents for fixed in packages.values())
     path = Path(importlib.metadata.distribution("networkx").locate_file("networkx/convert.py"))

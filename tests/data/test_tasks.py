@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import json
 import re
 import string
 from collections import Counter
@@ -191,24 +190,21 @@ def test_the_vocabulary_is_the_words_that_occur():
             assert len(used) == len(text.words)
 
 
-def test_the_guide_shows_a_problem_of_each_task_and_how_to_add_one():
+def test_the_guides_task_can_be_added():
     guide = (ROOT / "docs/tasks.md").read_text(encoding="utf-8")
-    shown = re.findall(r"^\| `(\w+)` \| `(.*)` \| `(.*)` \|$", guide, re.MULTILINE)
-    assert [name for name, *_ in shown] == list(TASKS)
-    for name, question, answers in shown:
-        answer = iter(answers.split())
-        words = [next(answer) if word == "_" else word for word in question.split()]
-        places = [place for place, word in enumerate(question.split()) if word == "_"]
-        assert SOLVERS[name](words) == {place: words[place] for place in places}
     (code,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
     try:
         exec(code, vars(tasks) | {})
-        (line,) = TaskText("first_letter", {"repeats": 2}).lines("train", 9, 0, 1)
+        words, marks = zip(*TaskText("first_letter", {"repeats": 2}).generate(3), strict=True)
     finally:
         TASKS.pop("first_letter")
-    problem = json.loads(line)
-    assert problem["question"].endswith(" = _ _")
-    assert problem["answer"] == " ".join(problem["question"][0] * 2)
+    assert words[3:] == ("=", words[0], words[0])
+    assert marks == (False,) * 4 + (True, True)
+
+
+def test_tasks_are_listed():
+    listed = [line.split(" ")[0] for line in run(["--list"]).split("\n\n")[1].splitlines()]
+    assert listed == [f"task:{name}" for name in TASKS]
 
 
 # --- Around a text ---
@@ -277,12 +273,10 @@ def test_keys_in_a_text_stand_before_their_values_alone(written, asked):
 # --- Parts and seeds ---
 
 
-def problems(name, part, length, count, seed=0, **options):
+def problems(name, part, length, count, seed=0):
     """Texts of problems with their answers, of all sizes that fit."""
-    return {
-        (line["question"], line["answer"])
-        for line in map(json.loads, TaskText(name, options).lines(part, length, seed, count))
-    }
+    samples = TaskText(name).samples(part, length, seed)
+    return {str(samples.problem(number)) for number in range(count)}
 
 
 def test_parts_have_no_problem_in_common_whatever_the_seed():
@@ -307,17 +301,3 @@ def test_a_seed_gives_the_same_problems_on_every_machine(name, options):
             digest.update(samples[number].astype("<i8").tobytes())
     digest.update(text.windows("test", length + 7, 5).astype("<i8").tobytes())
     assert digest.hexdigest()[:12] == DIGESTS[title(name, options)]
-
-
-def test_problems_are_listed_and_written_as_json():
-    text = TaskText("recall", {"pairs": 2})
-    samples = text.samples("valid", 20, 1234)
-    for number, line in enumerate(text.lines("valid", 20, 1234, 7)):
-        problem = json.loads(line)
-        answer = iter(problem["answer"].split())
-        words_of_line = [next(answer) if w == "_" else w for w in problem["question"].split()]
-        ids, marks = samples[number]
-        assert words_of_line == [text.words[number] for number in ids[ids > 0]]
-        assert problem["question"].split().count("_") == marks.sum()
-    listed = [line.split(" ")[0] for line in run(["--list"]).split("\n\n")[1].splitlines()]
-    assert listed == [f"task:{name}" for name in TASKS]

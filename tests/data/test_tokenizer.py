@@ -144,20 +144,15 @@ def test_gpt2_is_gpt2():
         assert tokenizer.encode_batch(texts) == pair.encode_batch(texts)
 
 
-def test_patterns_and_published_files_are_those_of_tiktoken(folder, monkeypatch):
-    sums = []
+def test_patterns_are_those_of_tiktoken(folder, monkeypatch):
     ranks = tiktoken.load.load_tiktoken_bpe(str(folder / "mine.gpt2.tiktoken"))
     for loader in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
-        monkeypatch.setattr(
-            published, loader, lambda *_, expected_hash="", **__: sums.append(expected_hash) or {}
-        )
+        monkeypatch.setattr(published, loader, lambda *_, **__: {})
     for name, ours in published_ranks().items():
-        sums.clear()
         theirs = published.ENCODING_CONSTRUCTORS[name]()
         special = theirs["special_tokens"]
         size = theirs.get("explicit_n_vocab") or max(special.values()) + 1
         assert (ours.pattern, ours.eod, ours.size) == (theirs["pat_str"], special[END], size)
-        assert sums == [ours.sha256] or name == "gpt2"  # which tiktoken reads from two other files
     encoding = tiktoken.Encoding(
         "t", pat_str=ours.pattern, mergeable_ranks=ranks, special_tokens={}
     )

@@ -1,11 +1,8 @@
 """Token files in the format of GPT-NeoX and Megatron-Core: read, written, and what is refused."""
 
 import hashlib
-import os
 import pickle
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +14,6 @@ from megatron.data.tokens import TokenFile, TokenWriter, verify
 from megatron.errors import UserError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "data" / "corpus_text_document"
-CORE = os.environ.get("MEGATRON_CORE", "")
-needs_core = pytest.mark.skipif(
-    not CORE,
-    reason="MEGATRON_CORE names no folder: pip install --no-deps --target FOLDER megatron-core",
-)
 
 
 def write(prefix, documents, dtype=np.uint16, **options):
@@ -189,35 +181,3 @@ def test_a_fault_while_writing_leaves_the_old_file_and_nothing_else():
         assert {path.name: path.read_bytes() for path in Path().iterdir()} == before
     tokens = TokenFile.open(write("c", [[3]], overwrite=True))
     assert (tokens.read(0).tolist(), tokens.meta) == ([3], {})
-
-
-CORES = """
-import sys, numpy, torch
-from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-ours, theirs, dtype = sys.argv[1:]
-builder = IndexedDatasetBuilder(theirs + ".bin", dtype=getattr(numpy, dtype))
-builder.add_item(torch.tensor([1, 2, 3]))
-builder.end_document()
-builder.add_document(torch.tensor([4, 5, 6]), [2, 1])
-builder.add_item(torch.tensor([127]))
-builder.end_document()
-builder.finalize(theirs + ".idx")
-tokens = IndexedDataset(ours)
-print(tokens.index.dtype.__name__, tokens.document_indices.tolist(), [i.tolist() for i in tokens])
-"""
-
-
-@needs_core
-def test_megatron_core_reads_and_writes_the_same_files():
-    documents = [[1, 2, 3], [4, 5, 6], [127]]
-    for dtype in ("uint16", "int32"):
-        ours, theirs = Path(f"ours{dtype}"), Path(f"theirs{dtype}")
-        write(ours, documents, dtype)
-        # In a process of its own: its package has the name of ours.
-        command = [sys.executable, "-W", "ignore", "-c", CORES, str(ours), str(theirs), dtype]
-        environment = {**os.environ, "PYTHONPATH": CORE}
-        read = subprocess.run(command, env=environment, cwd="/", capture_output=True, check=True)
-        assert read.stdout.decode().strip() == f"{dtype} [0, 1, 2, 3] {documents}"
-        tokens = TokenFile.open(theirs)
-        assert (tokens.dtype, documents_of(tokens)) == (dtype, documents)
-        assert Path(f"{ours}.bin").read_bytes() == Path(f"{theirs}.bin").read_bytes()
