@@ -1,6 +1,6 @@
 """Kinds of layers by their names in the YAML key `layers`, and packages that bring more of them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, ClassVar
@@ -10,8 +10,6 @@ from torch import nn
 from megatron.errors import UserError, did_you_mean
 
 ATTENTION = "attention"
-WIDEST = 2**20  # features, or heads
-WORDS = {int: f"a whole number from 1 to {WIDEST}", bool: "true or false", str: "a text"}
 LAYERS: dict[str, type["Layer"]] = {}
 """Every kind that was imported, by its name."""
 
@@ -24,27 +22,17 @@ class Layer(nn.Module):
     that has the same names.
 
     has_encoding: whether the layer has an encoding and a window; then it is an `Attention`
-    options: keys of YAML that it takes beside those of every model, and their types
+    options: keys of YAML that it takes beside those of every model; `model.layer_args` has those
+        that are set
     """
 
     has_encoding: ClassVar[bool] = False
-    options: ClassVar[dict[str, type]] = {}
+    options: ClassVar[Collection[str]] = ()
 
     @classmethod
     def sizes(cls, model: Any) -> dict[str, Any]:
         """All its options, also where they are not set; UserError if they do not fit."""
         return {}
-
-    @classmethod
-    def given(cls, model: Any) -> dict[str, Any]:
-        """The same with None where they are not set; UserError for another type."""
-        values = {name: model.layer_args.get(name) for name in cls.options}
-        for name, value in values.items():
-            kind = cls.options[name]
-            fits = value is None or isinstance(value, kind)
-            if not fits or (value is not None and kind is int and not 0 < value <= WIDEST):
-                raise UserError(f"{name}: {value!r} is not {WORDS.get(kind, kind.__name__)}")
-        return values
 
     def operations(self, keys: float) -> float:
         """Operations of a token that reads so many keys, beside those of matrices."""

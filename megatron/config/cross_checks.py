@@ -27,11 +27,10 @@ from megatron.config.schema import (
 from megatron.errors import UserError
 from megatron.files import place_of
 from megatron.layer_kinds import layer_called, options_of_layers
-from megatron.positions import options_of
+from megatron.positions import build, options_of
 from megatron.positions.base import check_heads
 from megatron.positions.layers import (
     attention_count,
-    build_entry,
     entries_of,
     layers_of_kinds,
     name_of_layers,
@@ -138,7 +137,7 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
         shape = shape_of(model)
         # Drawing first values must not move the caller's generator.
         with torch.random.fork_rng(devices=[]), Outline():
-            encodings = [build_entry(position, entry, shape) for entry in entries]
+            encodings = [build(entry.name, shape, **entry.options) for entry in entries]
         several = len({str(entry) for entry in entries}) > 1
         for encoding, entry in zip(encodings, entries, strict=True):
             if several and encoding.changes_embeddings:
@@ -223,7 +222,7 @@ def _stages(
         return  # what is wrong is reported already
     entries = entries_of(position)
     with torch.random.fork_rng(devices=[]), Outline():
-        encodings = [build_entry(position, entry, shape_of(model)) for entry in entries]
+        encodings = [build(entry.name, shape_of(model), **entry.options) for entry in entries]
     for stage in training.seq_length_schedule:
         end = "the end" if stage.until is None else f"step {stage.until}"
         where, options = f"seq_length_schedule: the stage until {end}", stage.pos_emb_args

@@ -4,6 +4,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from megatron.hybrids.options import chosen_options
 from megatron.layer_kinds import register_layer
 from megatron.model.block import SelfAttention
 from megatron.model.settings import Architecture
@@ -22,7 +23,7 @@ class GatedAttention(SelfAttention):
 
     @classmethod
     def sizes(cls, model: Any) -> dict[str, Any]:
-        gate = cls.given(model)["attention_gate"] or "element"
+        gate = chosen_options(model, cls.options)["attention_gate"] or "element"
         return {"attention_gate": chosen("attention_gate", gate, ("head", "element"))}
 
     def widths_of_key_head(self, model: Architecture) -> list[int]:

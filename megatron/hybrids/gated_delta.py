@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.errors import UserError
+from megatron.hybrids.options import chosen_options
 from megatron.layer_kinds import Layer, register_layer
-from megatron.model.block import Context, LayerInputs, for_each_query_head
+from megatron.model.block import LayerInputs, for_each_query_head
 from megatron.model.gpt import prepare
 from megatron.model.settings import Architecture, ResidualOutput
 from megatron.positions import Position, Shape, build
@@ -79,21 +80,21 @@ class GatedDelta(Layer):
 
     @classmethod
     def sizes(cls, model: Any) -> dict[str, Any]:
-        given = cls.given(model)
-        key_heads = given["linear_num_key_heads"] or model.num_attention_heads
-        heads = given["linear_num_value_heads"] or key_heads
+        options = chosen_options(model, cls.options)
+        key_heads = options["linear_num_key_heads"] or model.num_attention_heads
+        heads = options["linear_num_value_heads"] or key_heads
         if heads % key_heads:
             raise UserError(
                 f"linear_num_value_heads: {heads} is no multiple of the {key_heads} heads of keys;"
                 " give a number that is, or linear_num_key_heads"
             )
-        key_dim = given["linear_key_head_dim"] or features_of_head(model)
+        key_dim = options["linear_key_head_dim"] or features_of_head(model)
         build_position(model, key_dim)
-        return given | {
+        return options | {
             "linear_num_key_heads": key_heads,
             "linear_num_value_heads": heads,
             "linear_key_head_dim": key_dim,
-            "linear_value_head_dim": given["linear_value_head_dim"] or key_dim,
+            "linear_value_head_dim": options["linear_value_head_dim"] or key_dim,
         }
 
     def operations(self, keys: float) -> float:
@@ -266,7 +267,7 @@ def products(q: Tensor, decay_between: Tensor, k: Tensor) -> Tensor:
     return torch.einsum("bhif,bhijf,bhjf->bhij", q, decay_between, k)
 
 
-def tokens_before(x: Tensor, context: Context) -> Tensor:
+def tokens_before(x: Tensor, context: Any) -> Tensor:
     """The last tokens of the ranks before, 0 before the text.
 
     [batch, channels, own tokens] -> [batch, channels, CONVOLVED - 1]
@@ -278,7 +279,7 @@ def tokens_before(x: Tensor, context: Context) -> Tensor:
     return F.pad(before, (count, 0))[:, :, -count:]
 
 
-def state_before(last: Tensor, context: Context) -> Tensor:
+def state_before(last: Tensor, context: Any) -> Tensor:
     """The state Sᵀ before the own tokens: a part of the text makes a Sᵀ + b of it.
 
     last [batch, heads, features of k, features of v and of k]: b and a of the own part

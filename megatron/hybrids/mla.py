@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import UserError
+from megatron.hybrids.options import chosen_options
 from megatron.layer_kinds import register_layer
 from megatron.model.block import Attention, AttentionInputs, attend_encoded, encoded, scaled
 from megatron.model.settings import Architecture, ResidualOutput
@@ -56,7 +57,7 @@ class LatentAttention(Attention):
 
     @classmethod
     def sizes(cls, model: Any) -> dict[str, Any]:
-        given = cls.given(model)
+        options = chosen_options(model, cls.options)
         heads = model.num_attention_heads
         unread = {
             "num_key_value_heads": (model.num_key_value_heads or heads) < heads,
@@ -69,18 +70,20 @@ class LatentAttention(Attention):
                     f"{key}: mla does not read it; drop this, or take attention in layers"
                 )
         encoded = cls.encoded_features(model)
-        plain = given["qk_nope_head_dim"] or features_of_head(model)
-        return given | {
-            "kv_lora_rank": given["kv_lora_rank"] or 4 * features_of_head(model),
+        plain = options["qk_nope_head_dim"] or features_of_head(model)
+        return options | {
+            "kv_lora_rank": options["kv_lora_rank"] or 4 * features_of_head(model),
             "qk_rope_head_dim": encoded,
             "qk_nope_head_dim": plain,
-            "v_head_dim": given["v_head_dim"] or features_of_head(model),
+            "v_head_dim": options["v_head_dim"] or features_of_head(model),
             "head_dim": plain + encoded,
         }
 
     @classmethod
     def encoded_features(cls, model: Any) -> int:
-        return cls.given(model)["qk_rope_head_dim"] or max(1, features_of_head(model) // 2)
+        return chosen_options(model, cls.options)["qk_rope_head_dim"] or max(
+            1, features_of_head(model) // 2
+        )
 
     @classmethod
     def check_position(cls, position: Position) -> None:

@@ -7,11 +7,10 @@ import torch
 from megatron.model.cache import Cache
 from megatron.model.gpt import GPT
 from megatron.model.settings import Architecture, AttentionSettings
-from megatron.positions import Position, options_of
+from megatron.positions import Position, build, options_of
 from megatron.positions.layers import (
     Entry,
     attention_count,
-    build_entry,
     entries_of,
     shape_of,
 )
@@ -85,8 +84,7 @@ def positions_from_config(config: "Config") -> tuple[list[Position], list[int]]:
 
 def position_of_entry(config: "Config", entry: Entry) -> Position:
     """The encoding of an entry, with options that other keys give."""
-    options = options_of_entry(config, entry)
-    return build_entry(config.position, entry, shape_of(config.model), options)
+    return build(entry.name, shape_of(config.model), **options_of_entry(config, entry))
 
 
 def options_of_entry(config: "Config", entry: Entry) -> dict[str, Any]:

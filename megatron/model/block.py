@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,33 +20,6 @@ from megatron.positions import Position
 from megatron.positions.layers import features_of_head
 
 PER_PAIR = 4  # operations of a query, a key and a feature: the score and the weighted sum, 2 each
-
-
-class Context(Protocol):
-    """How the parts of a text meet, where processes have a part each, in the order of `rank`."""
-
-    rank: int
-
-    def gather(self, part: Tensor) -> Tensor:
-        """The tensors of all ranks, joined along dimension 2. Every rank calls this."""
-        ...
-
-    def part(self, length: int) -> slice:
-        """The places of the own tokens in a text of `length`."""
-        ...
-
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        terms: Terms,
-        backend: str,
-        *,
-        self_check: bool,
-    ) -> Tensor:
-        """megatron.attention.attend for the own queries, with keys and values of all parts."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -91,27 +64,6 @@ class Text:
         return q, for_each_query_head(k, q.shape[1] // k.shape[1])
 
 
-class Method(Protocol):
-    """A way to read longer texts, which changes where tokens stand."""
-
-    @property
-    def backend(self) -> str | None:
-        """What computes attention in place of the model's backend, or None."""
-        ...
-
-    def table_length(self, keys: int) -> int:
-        """The number of distances that a table must have for so many keys."""
-        ...
-
-    def visible(self, window: int | None) -> tuple[int | None, int | None]:
-        """The window of a layer's queries, and the first keys that they see beside it."""
-        ...
-
-    def attend(self, text: Text) -> Tensor:
-        """The output of attention over a text: [batch, heads, queries, head_dim]."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class LayerInputs:
     """What every layer reads beside x.
@@ -119,14 +71,15 @@ class LayerInputs:
     start: index of the first token of x; length: tokens of the text so far, the cached ones too
     documents: where they lie, if the layer keeps them apart
     cache: what it keeps of earlier tokens; None to keep nothing
-    context: the other parts of the text; None if x has all of it
+    context: `Context` (megatron/parallel/context.py), which knows the parts of the text that other
+        processes have; None if x has all of it
     """
 
     start: int = 0
     length: int = 0
     documents: Documents | None = None
     cache: LayerCache | None = None
-    context: Context | None = None
+    context: Any = None
 
     @property
     def memory(self) -> dict[str, Tensor]:
@@ -139,8 +92,9 @@ class AttentionInputs(LayerInputs):
     """Inputs of a layer with attention beside x, the same for every token of a step.
 
     terms: tables, window and chunk
-    method: changes where tokens stand; None: nothing does. With one, the cache holds keys as they
-    were before on_queries_keys, and the text is one document;
+    method: `Method` (megatron/evaluation/methods.py), which changes where tokens stand; None:
+        nothing does. With one, the cache holds keys as they were before on_queries_keys, and the
+        text is one document
     query_scale [heads or 1, queries], or with a batch before it: multiplies the queries;
     backend, self_check: of megatron.attention.attention;
     first_query: tokens before it are only read, and have no place in the output
@@ -150,7 +104,7 @@ class AttentionInputs(LayerInputs):
     terms: Terms
     backend: str = "auto"
     self_check: bool = True
-    method: Method | None = None
+    method: Any = None
     query_scale: Tensor | None = None
     first_query: int = 0
 

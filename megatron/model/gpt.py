@@ -16,9 +16,7 @@ from megatron.model.block import (
     Attention,
     AttentionInputs,
     Block,
-    Context,
     LayerInputs,
-    Method,
     normalisation,
 )
 from megatron.model.cache import Cache, LayerCache
@@ -50,7 +48,7 @@ class LayerPlan:
     position: Position
     name: str
     window: int | None
-    method: Method | None
+    method: Any
     backend: str
 
 
@@ -160,7 +158,7 @@ class GPT(nn.Module):
         self.train_length = model.seq_length
         self.dropout = model.hidden_dropout
         self.checkpoint_activations = False
-        self.context: Context | None = None
+        self.context: Any = None
         self.word_embeddings = nn.Embedding(vocab, hidden)
         self.embedding_norm = normalisation(hidden, model) if model.embedding_norm else None
         self.embedding_scale, self.logit_scale = model.embedding_scale, model.logit_scale

@@ -107,7 +107,7 @@ class AttentionSettings:
         return {}
 
     def method_of_layer(self, position: Position, window: int | None, train_length: int) -> Any:
-        """The `Method` (megatron/model/block.py) that moves the tokens of a layer, or None."""
+        """What moves the tokens of a layer (`Method` in evaluation/methods.py), or None."""
         return None
 
     def table(self, table: Tensor | None) -> Tensor | None:

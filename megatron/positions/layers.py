@@ -1,14 +1,13 @@
 """Which encoding each layer has, where layers differ."""
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megatron.errors import UserError
 from megatron.layer_kinds import ATTENTION, layer_called
 from megatron.positions.base import Position, Shape
-from megatron.positions.registry import ALIASES, build, encoding_called, named
+from megatron.positions.registry import ALIASES, encoding_called, named
 
 SHOWN = 6  # layers that a label names
 
@@ -122,19 +121,3 @@ def name_of_layers(section: Any) -> str:
     if not section.pos_emb_layers:
         return section.pos_emb
     return ", ".join(str(entry) for entry in entries_of(section))
-
-
-def build_entry(
-    section: Any, entry: Entry, shape: Shape, options: Mapping[str, Any] | None = None
-) -> Position:
-    """The encoding of an entry; UserError for its options, naming the key.
-
-    options: in place of the entry's own
-    """
-    chosen = entry.options if options is None else options
-    try:
-        return build(entry.name, shape, **chosen)
-    except UserError as fault:
-        if not section.pos_emb_layers:
-            raise
-        raise UserError(f"pos_emb_layers: {fault}") from None

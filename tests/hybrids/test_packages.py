@@ -22,7 +22,7 @@ from megatron.positions import Position, register
 
 @register_layer("mean")
 class Mean(Layer):
-    options = {"stride": int}
+    options = ("stride",)
 
     def __init__(self, model):
         super().__init__()
@@ -31,7 +31,7 @@ class Mean(Layer):
 
     @classmethod
     def sizes(cls, model):
-        return {"stride": cls.given(model)["stride"] or 1}
+        return {"stride": model.layer_args.get("stride", 1)}
 
     def forward(self, x, inputs):
         return self.matrix(x / self.stride)
@@ -69,15 +69,17 @@ def test_a_package_is_imported_when_a_configuration_names_what_it_brings(package
     assert gpt.layers[0].attention.stride == 2
     assert gpt(torch.zeros(1, 8, dtype=torch.long)).shape == (1, 8, 50)
     assert parameters(config, 50).whole == sum(x.numel() for x in gpt.parameters())
-    with pytest.raises(UserError, match="stride: 'far' is not a whole number from 1 to 1048576"):
-        load([], [*SHAPE, "layers=[mean, attention]", "stride=far"])
 
 
-def test_what_no_package_brings_is_refused():
-    for word, message in {
-        "layers=[mean, attention]": "layers: no layer is called 'mean'",
-        "pos_emb=still": "pos_emb: no encoding is called 'still'",
-        "layer_args={v_head_dim: 3}": r"v_head_dim: none of the layers \(attention\) takes it",
-    }.items():
-        with pytest.raises(UserError, match=message):
-            load([], [*SHAPE, word])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["layers=[mean, attention]"], "layers: no layer is called 'mean'"),
+        (["pos_emb=still"], "pos_emb: no encoding is called 'still'"),
+        (["layer_args={v_head_dim: 3}"], r"v_head_dim: none of the layers \(attention\) takes it"),
+        (["layers=mla", "v_head_dim=far"], "v_head_dim: 'far' is not a whole number from 1 to"),
+    ],
+)
+def test_names_and_options_that_nobody_brings_are_refused(words, message):
+    with pytest.raises(UserError, match=message):
+        load([], [*SHAPE, *words])
