@@ -114,8 +114,8 @@ def run(words: Sequence[str]) -> str:
     )
     if options.part and choice.trained:
         raise UserError(
-            "--part: each part would train another tokenizer - train one before, with"
-            " tools/train_tokenizer.py, and give it as --vocab-file"
+            "--part: each part would train another tokenizer - train one before, with --vocab-size"
+            " and fewer --documents or files, and give its tokenizer.json as --vocab-file"
         )
     if options.vocab_size and not choice.trained:
         raise UserError(

@@ -35,7 +35,7 @@ OF_TRAIN = {
     "huggingface_hub",
     "jinja2",
     "lm_dataformat",
-    "markupsafe",
+   
     "matplotlib",
     "pyarrow",
     "sentencepiece",

@@ -16,11 +16,11 @@ from packaging.utils import canonicalize_name
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from megatron.errors import OF_TRAIN, missing_package
+from megatron.report.document import make_clone
 from tests.checkpoints import checkpoint_of_bytes
 from tests.support import ROOT, blocks, run
 from tests.test_public_names import PAGE, names_of_the_page
 from tests.test_repository import PRODUCT, imports, requirements, tree
-from tools.document_commands import make_clone
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LIGHT = [Requirement(text) for text in PROJECT["dependencies"]]
@@ -89,7 +89,7 @@ def test_every_other_package_is_one_of_the_extra():
     assert imported - LIGHT_NAMES - BY_PYDANTIC - OPTIONAL == OF_TRAIN
     names = {canonicalize_name(Requirement(text).name) for text in EXTRAS["train"]}
     unused = {"tensorboard"}  # by torch itself
-    brought = {"markupsafe", "pyarrow"}  # by Jinja2 and datasets
+    brought = {"pyarrow"}  # by datasets
     assert {canonicalize_name(name) for name in OF_TRAIN - brought} == names - unused
 
 
@@ -105,10 +105,9 @@ def test_encodings_and_attention_load_no_package_but_torch():
 
 WORKING = {
     *("check_encoding.py", "claims.py", "compare.py", "deepy.py"),
-    *("document_commands.py", "generate.py", "import_checkpoint.py", "inspect_checkpoint.py"),
-    *("inspect_data.py", "merge_data.py", "migrate_config.py", "train.py"),
+    *("generate.py", "import_checkpoint.py", "inspect_files.py", "merge_data.py", "train.py"),
 }
-SOME = {"deepy.py", "document_positions.py", "train.py"}
+SOME = {"deepy.py", "train.py"}
 PATHS = sorted([*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")])
 EVERY = os.environ.get("CAMPAIGN") == "1"
 HELPED = [str(path) for path in PATHS if EVERY or path.name in SOME]
