@@ -35,7 +35,6 @@ OF_TRAIN = {
     "huggingface_hub",
     "jinja2",
     "lm_dataformat",
-   
     "matplotlib",
     "pyarrow",
     "sentencepiece",
