@@ -1,7 +1,7 @@
 """Verify the checkpoints of a run, or show a token file.
 
 python tools/inspect_files.py runs/mep                            a run's folder or one checkpoint
-python tools/inspect_files.py data/stdlib/stdlib_text_document    lengths, tokens in use, some text
+python tools/inspect_files.py data/stdlib/stdlib_text_document    lengths, some text
 
 Every file of a checkpoint is compared with the size and the SHA-256 that the checkpoint lists.
 Nothing is unpickled or run. The status is 1 when anything is damaged.
@@ -33,8 +33,6 @@ from megatron.parallel.machine import in_bytes
 from megatron.splits import SPLIT
 
 EVALUATED = (512, 1024, 2048, 4096, 8192, 16384)  # the lengths of KERPLE's and MEP's tables
-COUNTED = 100_000_000  # about so many tokens are counted at most
-LISTED = 10  # tokens
 SHOWN = 200  # tokens of a document that are decoded
 LEGEND = """\
 documents: with at least that many tokens; tokens: share of all tokens that these have
@@ -92,7 +90,7 @@ def checkpoint_lines(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def token_lines(tokens: TokenFile, split: str) -> Iterator[str]:
-    """Documents, their lengths, the most frequent tokens, and how two documents begin."""
+    """Documents, their lengths, and how two of them begin."""
     writer = tokens.meta.get("tokenizer", {})
     yield f"{tokens.prefix} ({tokens.meta.get('corpus') or 'no card'})"
     kind = writer.get("type", "a tokenizer that no card names")
@@ -120,23 +118,10 @@ def token_lines(tokens: TokenFile, split: str) -> Iterator[str]:
     beside = tokens.prefix.with_name("tokenizer.json")
     if beside.exists():
         tokenizer = build_tokenizer(writer.get("type", "HFTokenizer"), beside)
-
-    def text(ids: np.ndarray) -> str:
-        return tokenizer.decode(ids.tolist()) if tokenizer else " ".join(map(str, ids))
-
-    if tokens.vocab_size:
-        counts = np.zeros(tokens.vocab_size, dtype=np.int64)
-        counted = range(0, len(tokens), 1 + tokens.tokens // COUNTED)
-        for document in counted:
-            for ids in tokens.pieces(document):
-                counts += np.bincount(ids, minlength=len(counts))
-        unused = (counts == 0).sum()
-        yield f"\nIn {len(counted):,} documents {unused:,} of {len(counts):,} ids never occur."
-        for token in np.argsort(-counts)[:LISTED]:
-            yield f"{token:>8} {counts[token]:>14,}  {text(np.array([token]))!r}"
     for document in sorted({0, len(tokens) - 1}):
         yield f"\n--- document {document:,}, {tokens.sizes[document]:,} tokens, begins ---"
-        yield text(tokens.read(document, 0, SHOWN))
+        ids = tokens.read(document, 0, SHOWN).tolist()
+        yield tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ How to add one: [add_an_encoding.md](add_an_encoding.md).
 
 `d` is the distance between a query and a key, `h` a head, `s` its slope. A bias is added to
 `q·k/√head_dim`. Learned numbers are those of 12 heads of 64 at length 512.
+What an encoding costs: [performance.md](performance.md).
 
 Pictures show the first values of seed 0 on the same scales. A bias is cut at -12: there a key gets
 no attention. At the dashed line the effective length of a head ends (KERPLE, appendix A.5).
@@ -31,19 +32,6 @@ no attention. At the dashed line the effective length of a head ends (KERPLE, ap
 `python tools/check_encoding.py NAME` tests the properties that an encoding must have; with
 `--plot FILE` it draws the encoding with your options, or what a run has learned.
 """
-# What hooks cost beyond plain attention.
-COSTS = {
-    "on_embeddings_by_ids": "one vector per token, once",
-    "distance_bias": "a table by distance for each step",
-    "distance_weight": "a table that multiplies the scores; on the CPU without a fused kernel",
-    "score_scale": "queries change: time grows with length",
-    "index_bias": "a bias for each pair of tokens: time grows with length²",
-    "score_bias": "a number for each key and head",
-    "block_scores": "two to three times plain attention; cached keys change with every token",
-    "on_scores": "eager attention: time and memory grow with length²",
-    "on_queries_keys": "queries and keys change: time grows with length",
-    "on_queries_keys_by_content": "queries and keys change: time grows with length",
-}
 
 
 def page() -> str:
@@ -74,8 +62,6 @@ def section(name: str) -> str:
     if position is not None:
         count = sum(parameter.numel() for parameter in position.parameters())
         facts.append(f"Learned numbers: {count:,}{' per layer' if position.per_layer else ''}.")
-        prices = [price for hook, price in COSTS.items() if position.has(hook)]
-        facts.append(f"Cost: {'; '.join(dict.fromkeys(prices)) or 'none'}.")
     if aliases := [f"`{alias}`" for alias, target in ALIASES.items() if target == name]:
         facts.append(f"Also known as {', '.join(aliases)}.")
     lines = [f"## {name}", text, " ".join(facts)]
