@@ -232,9 +232,7 @@ format: $(INSTALLED)
 	$(PY) -m ruff format .
 
 docs: $(INSTALLED)
-	$(PY) -m megatron.config.document
-	$(PY) tools/document_positions.py --write
-	$(PY) tools/document_commands.py
+	$(PY) -m megatron.report.document
 
 # The environment and the caches: what can be had again without training. Data and checkpoints stay.
 clean:

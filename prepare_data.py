@@ -74,8 +74,8 @@ def run(words: Sequence[str]) -> str:
     files = TokenizerFiles(kind, options.vocab_file, options.merge_file)
     if options.part and files.trained:
         raise UserError(
-            "--part: each part would train another tokenizer - train one before, with"
-            " tools/train_tokenizer.py, and give it as --vocab-file"
+            "--part: each part would train another tokenizer - train one before, with --vocab-size"
+            " and fewer --documents or files, and give its tokenizer.json as --vocab-file"
         )
     if options.vocab_size and not files.trained:
         raise UserError(

@@ -24,7 +24,6 @@ OF_TRAIN = {
     "huggingface_hub",
     "jinja2",
     "lm_dataformat",
-    "markupsafe",
     "matplotlib",
     "pyarrow",
     "sentencepiece",

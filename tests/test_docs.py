@@ -14,12 +14,12 @@ from tokenizers import ByteLevelBPETokenizer
 
 from megatron.config import load
 from megatron.model import from_config
+from megatron.report.document import make_clone
 from megatron.results.files import read_rows
 from megatron.results.papers import published_tables
 from megatron.results.table import table
 from tests.published import KERPLE, MEP, experiments, write_bases
 from tests.support import ROOT, blocks, modules
-from tools.document_commands import make_clone
 
 pytestmark = pytest.mark.docs
 

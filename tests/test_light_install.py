@@ -11,11 +11,11 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from megatron.errors import OF_TRAIN, missing_package
+from megatron.report.document import make_clone
 from tests.checkpoints import checkpoint_of_bytes
 from tests.support import ROOT, blocks, run
 from tests.test_public_names import PAGE, names_of_the_page
 from tests.test_repository import PRODUCT, imports, requirements, tree
-from tools.document_commands import make_clone
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LIGHT = [Requirement(text) for text in PROJECT["dependencies"]]
@@ -84,7 +84,7 @@ def test_every_other_package_is_one_of_the_extra():
     assert imported - LIGHT_NAMES - BY_PYDANTIC - OPTIONAL == OF_TRAIN
     names = {canonicalize_name(Requirement(text).name) for text in EXTRAS["train"]}
     unused = {"tensorboard"}  # by torch itself
-    brought = {"markupsafe", "pyarrow"}  # by Jinja2 and datasets
+    brought = {"pyarrow"}  # by datasets
     assert {canonicalize_name(name) for name in OF_TRAIN - brought} == names - unused
 
 

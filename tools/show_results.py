@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--latex", const="latex", help="the tables for LaTeX (booktabs)", **form)
     folder = "of a page: a folder for its figures as PNG, SVG and PDF"
     add("--plots", type=Path, metavar="FOLDER", help=folder)
-    against = "of a page: what it compares with; default: the lowest at the longest length"
+    against = "of a page: what it compares with; default: the first"
     add("--against", metavar="NAME", help=against)
     add("--title", default="Results beyond the training length", help="of a page")
     options = parser.parse_args(argv)

@@ -45,7 +45,7 @@ class Damaged(UserError):
         self.faults = list(faults)
         super().__init__(
             f"{'; '.join(self.faults[:SHOWN])} - copy the checkpoint again, or take another one:"
-            " tools/inspect_checkpoint.py shows which are whole"
+            " tools/inspect_files.py shows which are whole"
         )
 
 

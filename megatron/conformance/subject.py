@@ -75,6 +75,7 @@ class Subject:
     heads: int = 4
     head_dim: int = 8
     train_length: int = 64
+    vocab: int = VOCAB
 
     def position(self, seed: int = 0) -> Position:
         """The encoding with first values of this seed."""
@@ -100,7 +101,7 @@ class Subject:
             Architecture.of(section),
             AttentionSettings(attention_backend=backend),
             positions=positions if positions[0].per_layer else positions[:1],
-            vocab=VOCAB,
+            vocab=self.vocab,
         ).eval()
 
 
@@ -146,37 +147,16 @@ def scores(
 
 
 def effects_before(position: Position, end: int) -> dict[str, Tensor]:
-    """The effect of each hook on the 32 tokens before `end`, by a name for the hook."""
+    """What an encoding does to the 32 tokens before `end`, and its tables of that length."""
     shape = position.shape
     start = end - CHUNK
     torch.manual_seed(1)
     x = torch.randn(1, CHUNK, shape.hidden)
     q, k = torch.randn(2, 1, shape.heads, CHUNK, shape.head_dim)
-    effects = {"embedding": position.on_embeddings(x, start=start)}
-    effects["embedding by ids"] = position.on_embeddings_by_ids(x, random_ids(CHUNK), {})
-    effects["query"], effects["key"] = position.on_queries_keys(q, k, start=start)
-    scale = position.score_scale(torch.arange(start + 1, end + 1))
-    if scale is not None:
-        effects["score scale"] = scale
-    if position.has("on_queries_keys_by_content"):
-        turned = position.on_queries_keys_by_content(q, k, x, {})
-        effects["query by content"], effects["key by content"] = turned
-    effects |= tables(position, end)
-    if position.has("index_bias"):
-        last = torch.arange(end - 4, end)
-        effects["index bias"] = position.index_bias(last, torch.arange(end))
-    if position.has("score_bias"):  # less that of the query's own key
-        content = Content.of(position.score_bias(x, {}), CHUNK)
-        assert content is not None
-        effects["content bias"] = content.bias()[0].float().tril()
-    if position.has("block_scores"):
-        function, tensors = position.block_scores(q, k, x, {})
-        _, _, block = function(tensors, 0, CHUNK)
-        effects["block of scores"] = block.tril()
-    if position.has("on_scores"):
-        no_scores = torch.zeros(1, shape.heads, CHUNK, CHUNK)
-        effects["content score"] = position.on_scores(no_scores, x, {}).tril()
-    return effects
+    embeddings = position.on_embeddings(x, start=start)
+    effects = {"embedding": position.on_embeddings_by_ids(embeddings, random_ids(CHUNK), {})}
+    effects["score"] = scores(position, q, k, x, start)
+    return effects | biases(position, end)
 
 
 def infinite_effect(effects: dict[str, Tensor]) -> str:

@@ -3,7 +3,7 @@
 import base64
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from megatron.errors import UserError
 from megatron.files import check_output, write_output
 from megatron.protocols import description
 from megatron.report.curves import (
-    curve,
     draw_accuracy,
     draw_by_position,
     draw_perplexity,
@@ -27,7 +26,7 @@ from megatron.results.files import PICTURES
 from megatron.results.gain import Gain, gains_of, table_of_gains
 from megatron.results.labels import kinds, matching, runs, sections, select
 from megatron.results.row import COLUMNS, TASK, Row, plain, shown_fact
-from megatron.results.table import BITS, Table, by_length, quantities_of, table_of_text, with_bits
+from megatron.results.table import BITS, Table, quantities_of, table_of_text, with_bits
 
 MARK = b'name="generator" content="megatron/report"'  # of page.html
 
@@ -67,19 +66,12 @@ def page_of(rows: Sequence[Row], against: str | None = None) -> list[Section]:
     return [*page, Section("Models", "What was measured.", [models])]
 
 
-def _section(heading: str, members: Sequence[Row], against: str | None, prefix: str) -> Section:
-    rows: list[Row] = []
-    for row in members:
-        # A pass by position measures doublings of the training length below its own, too.
-        trained, length = row.get("train_length") or row["length"], row["length"]
-        doublings = {trained << power for power in range(length.bit_length())}
-        shorter = doublings.intersection(row.get("position_edges") or [])
-        rows += by_length([row], [*sorted(at for at in shorter if at < length), length])
-    groups, groups_of_members = kinds(rows), kinds(members)
+def _section(heading: str, rows: Sequence[Row], against: str | None, prefix: str) -> Section:
+    groups = kinds(rows)
     tables = [table_of_text(rows, quantity, over_seeds=True) for quantity in quantities_of(rows)]
     if with_bytes := with_bits(rows):
         tables.append(table_of_text(with_bytes, BITS, over_seeds=True))
-    if gains := table_of_gains(members):
+    if gains := table_of_gains(rows):
         tables.append(gains)
     protocol = rows[0].get("protocol") or ""
     section = Section(heading, description(protocol), tables)
@@ -88,8 +80,10 @@ def _section(heading: str, members: Sequence[Row], against: str | None, prefix: 
     for label, group in groups.items():
         highest[label] = max(filter(None, (row["perplexity"] for row in group)), default=math.inf)
     far = [label for label in groups if highest[label] >= 2 * min(highest.values())]
-    # Accuracies are compared by tools/compare.py.
-    reference = None if protocol == TASK else reference_of(groups, against)
+    reference = None
+    if protocol != TASK:  # accuracies are compared by tools/compare.py
+        named = against is not None and matching(against, groups)
+        reference = select(against or "", groups) if named else next(iter(groups))
     figures = {}
     if protocol == TASK:
         figures["accuracy"] = draw_accuracy({heading: groups})
@@ -101,38 +95,20 @@ def _section(heading: str, members: Sequence[Row], against: str | None, prefix: 
         figures["position"] = draw_by_position(groups, reference, far)
     section.figures = {f"{prefix}{name}": figure for name, figure in figures.items()}
 
-    for label, group in groups_of_members.items():
+    for label, group in groups.items():
         first_run, *_ = runs(group).values()
         for gain in gains_of(first_run)[-1:]:
             lengths = f"{gain.short['length']} to {gain.long['length']}"
             section.coloured[f"{label}, {lengths}"] = gain
     if reference and len(groups) > 1:
         try:
-            # The beginnings of longer windows have no losses by window.
-            comparisons = compared(groups_of_members, reference)
+            comparisons = compared(groups, reference)
         except UserError as fault:
             section.notes = [str(fault)]
         else:
             section.tables += tables_of(sorted(comparisons, key=lambda pair: pair.length))
             section.notes = how_made(comparisons)
     return section
-
-
-def reference_of(groups: Mapping[str, Sequence[Row]], against: str | None) -> str | None:
-    """The group that `--against` names; without it or a match, the lowest of them.
-
-    The lowest at the longest length that has a number, of the groups with most seeds: only against
-    several seeds can there be a claim about an encoding. UserError if several groups match.
-    """
-    if against is not None and matching(against, groups):
-        return select(against, groups)
-    candidates = []
-    for label, rows in groups.items():
-        seeds = {row.get("seed") for row in rows}
-        points = curve((row["length"], row["perplexity"]) for row in rows)
-        for length, mean in points["mean"].iloc[-1:].items():
-            candidates.append((-len(seeds), -length, mean, label))
-    return min(candidates)[-1] if candidates else None
 
 
 # --- Files ---

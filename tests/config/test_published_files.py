@@ -14,7 +14,7 @@ from megatron.errors import UserError
 from megatron.positions import REGISTRY, options_of
 from tests.config.small import loaded
 from tests.published import KERPLE, MEP, experiments, files_of, one_of_each, write_bases
-from tools.migrate_config import mixture_named
+from tools.explain_config import mixture_named
 
 ALL = [*experiments(MEP), *experiments(KERPLE)]
 SOME = [*one_of_each(MEP), *one_of_each(KERPLE)]

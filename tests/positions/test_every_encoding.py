@@ -53,7 +53,6 @@ REFUSALS = {
     ],
 }
 BY_DISTANCE = {checks.zero_at_zero, checks.never_rises, checks.conditionally_positive_definite}
-A_TABLE = {checks.same_at_every_length}
 A_BIAS = {checks.right_shape}
 FAR = {checks.finite_far_away}
 BY_CONTENT = {checks.parts_sum_to_the_whole}
@@ -63,14 +62,14 @@ LEARNS = {
 }
 # A check applies wherever its hook exists, so that none is lost because it calls itself "n/a".
 DO_NOT_APPLY = {
-    "none": BY_DISTANCE | A_TABLE | A_BIAS | LEARNS | BY_CONTENT,
+    "none": BY_DISTANCE | A_BIAS | LEARNS | BY_CONTENT,
     "alibi": LEARNS | BY_CONTENT,
     "kerple_log": BY_CONTENT,
     "kerple_wht_2para": BY_DISTANCE | BY_CONTENT,
-    "fire": BY_DISTANCE | A_TABLE | BY_CONTENT,
-    "cable": BY_DISTANCE | A_TABLE | A_BIAS | FAR,
-    "cope": BY_DISTANCE | A_TABLE | A_BIAS | FAR | BY_CONTENT | {checks.backends_agree},
-    "learned": BY_DISTANCE | A_TABLE | A_BIAS | BY_CONTENT | {checks.finite_far_away},
+    "fire": BY_DISTANCE | BY_CONTENT,
+    "cable": BY_DISTANCE | A_BIAS | FAR,
+    "cope": BY_DISTANCE | A_BIAS | FAR | BY_CONTENT | {checks.backends_agree},
+    "learned": BY_DISTANCE | A_BIAS | BY_CONTENT | {checks.finite_far_away},
 }
 
 
