@@ -26,7 +26,6 @@ from transformers import (
 )
 
 from megatron.checkpoints.read import load_for_evaluation
-from megatron.config import load
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.train import train_tokenizer
 from megatron.errors import UserError
@@ -34,7 +33,6 @@ from megatron.interop import export as exporting
 from megatron.interop import open_model
 from megatron.interop.export import export
 from megatron.interop.export_code import sources
-from megatron.interop.families import FAMILIES
 from megatron.interop.importing import (
     description,
     import_checkpoint,
@@ -45,7 +43,6 @@ from tests.encodings import every_hook
 from tests.interop.models import (
     BUMP,
     CASES,
-    SHAPE,
     TRAINED,
     VOCAB,
     a_run,
@@ -121,14 +118,6 @@ def test_a_model_that_is_one_of_transformers_becomes_it_and_comes_back(name, tmp
     atol = 1e-5 if name in above_one else 0
     ids = random_ids(70)
     torch.testing.assert_close(back(ids), model(ids), rtol=0, atol=atol)
-
-
-@pytest.mark.parametrize("name", ["Qwen3_5ForCausalLM", "KimiLinearForCausalLM"])
-def test_a_class_whose_states_turn_nothing_is_another_model_where_ours_do(name):
-    same = [*SHAPE, *words(CASES["ours"][name])]
-    FAMILIES[name].config_of(load([], same), VOCAB)
-    with pytest.raises(UserError, match=r"is another model: linear_pos_emb: rotary$"):
-        FAMILIES[name].config_of(load([], [*same, "linear_pos_emb=rotary"]), VOCAB)
 
 
 def test_a_users_own_encoding_goes_along_and_is_not_run_unasked(bump, tmp_path):

@@ -15,8 +15,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import (
 
 from megatron.attention import attention
 from megatron.errors import UserError
-from megatron.positions import REGISTRY, Shape, build
-from tests.support import NEEDED
+from megatron.positions import Shape, build
 
 SHAPE = Shape(heads=4, head_dim=64, hidden=256, train_length=512)
 LONGROPE = {
@@ -163,22 +162,3 @@ def test_xpos_with_one_decay_is_the_score_of_rotary_times_xi_to_the_distance():
     weight = xpos.distance_weight(300)
     out = attention(*xpos.on_queries_keys(q, k), v, weight=weight, backend="eager")
     torch.testing.assert_close(out.double(), weights @ v.double(), rtol=0, atol=2e-5)
-
-
-def test_frequencies_that_change_within_a_run_are_those_of_an_encoding_built_so():
-    options = {"base": 500.0, "factor": 2.0, "scaling": "yarn", "rotary_pct": 0.5}
-    names = [name for name, encoding in REGISTRY.items() if encoding.changeable(options)]
-    assert {"rotary", "yarn", "rope_pp"} <= {*names}
-    assert not {"alibi", "kerple_log", "xpos", "none"} & {*names}
-    for name in names:
-        before = build(name, SHAPE, **NEEDED.get(name, {}))
-        changed = before.changeable(options)
-        assert changed.keys() < options.keys()
-        expected = build(name, SHAPE, **NEEDED.get(name, {}) | changed)
-        frequencies, amplitude = before.inv_freq, before.amplitude
-        before.use_scaling(changed)
-        assert torch.equal(before.inv_freq, expected.inv_freq), name
-        assert before.amplitude == expected.amplitude
-        before.use_scaling({})
-        assert torch.equal(before.inv_freq, frequencies)
-        assert before.amplitude == amplitude
