@@ -18,15 +18,14 @@ from megatron.errors import UserError
 
 Backend = Callable[[Tensor, Tensor, Tensor, Terms], tuple[Tensor, Tensor | None]]
 """From q, k, v and the terms: the output, and its lse where `needs_lse` asks for it."""
-Attend = Callable[[Tensor, Tensor, Tensor, Terms], Tensor]
 BACKENDS: dict[str, Backend] = {
     "eager": eager,
     "sdpa": sdpa,
     "triton": triton_attention,
 }
 """Values of `attention_backend`, besides auto."""
-BY_TRITON = {"bias", "weight", "window", "chunk", "segments", "content", "sink", "needs_lse"}
-COMPUTED = {"sdpa": BY_TRITON | {"index_bias", "scores"}, "triton": BY_TRITON}
+BY_TRITON = {"bias", "weight", "window", "segments", "content", "sink", "needs_lse"}
+COMPUTED = {"sdpa": BY_TRITON | {"chunk", "index_bias", "scores"}, "triton": BY_TRITON}
 """The terms that a backend computes; eager, the definition, computes all. Others are refused."""
 ADDED = ("index_bias", "bias", "weight", "window", "chunk", "segments", "content")
 """Terms that change plain causal attention."""
@@ -127,34 +126,13 @@ def _fits(u: Tensor | None, w: Tensor, q: Tensor, k: Tensor) -> bool:
     return u_fits and w.shape == (*k.shape[:3], *rank) and len(rank) <= 1
 
 
-def by_chunk(attend: Attend, q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> Tensor:
-    """`attend` on the queries of each chunk, and on its keys and those of the chunk before."""
-    assert terms.chunk is not None
-    queries, keys, chunk = q.shape[2], k.shape[2], terms.chunk
-    before = keys - queries  # keys without a query, of a cached text
-    outputs = []
-    for start in range(before // chunk * chunk, keys, chunk):
-        rows = slice(max(0, start - before), start + chunk - before)
-        columns = slice(max(0, start - chunk), start + chunk)
-        part = replace(terms.part(rows, columns), chunk=None)
-        outputs.append(attend(q[:, :, rows], k[:, :, columns], v[:, :, columns], part))
-    return torch.cat(outputs, dim=2)
-
-
 def attend(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, backend: str = "auto", *, self_check: bool = True
 ) -> Tensor:
     """`attention`, with its options as a record."""
     terms = replace(terms, needs_lse=terms.sink is not None)
     name = choose(backend, q, terms, other_width=k.shape != v.shape).backend
-    in_parts = name != "eager" and terms.scores is None  # a part of given scores cannot be asked
-
-    def attend_to_part(q: Tensor, k: Tensor, v: Tensor, part: Terms) -> Tensor:
-        return attend(q, k, v, part, name, self_check=self_check)
-
-    if terms.chunk is not None and in_parts:
-        if 2 * terms.chunk < k.shape[2]:
-            return by_chunk(attend_to_part, q, k, v, terms)
+    if terms.chunk is not None and 2 * terms.chunk >= k.shape[2]:
         terms = replace(terms, chunk=None)  # it masks nothing
     if self_check and name not in TRUSTED and not torch.compiler.is_compiling():
         check(name, BACKENDS[name], q, k, v, terms=terms)

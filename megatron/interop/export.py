@@ -329,6 +329,9 @@ def card(
 
     name: of the folder; record: checkpoint.json; notes: sentences for the reader
     """
+    stages = config.training.seq_length_schedule
+    lengths = [stage.seq_length or config.model.seq_length for stage in stages]
+    lengths.append(config.model.seq_length)
     environment = jinja2.Environment(keep_trailing_newline=True)
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         architecture=form.architecture,
@@ -336,7 +339,7 @@ def card(
         own_class=bool(form.sources),
         label=config.label,
         is_imported=imported_class(record) is not None,
-        context=f"{config.model.seq_length} tokens",
+        context=f"{' to '.join(dict.fromkeys(map(str, lengths)))} tokens",
         config=config,
         record=record,
         notes=notes,

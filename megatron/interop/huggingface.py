@@ -4,7 +4,7 @@ import logging
 import re
 from copy import deepcopy
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +130,13 @@ def load_class(folder: Path, family: Family, settings: dict[str, Any]) -> tuple[
     for name, shape, expected in report["mismatched_keys"]:
         faults.append(f"{name} {list(shape)}, not {list(expected)}")
     if faults:
+        cure = "copy the folder again"
+        for name, key in product(report["unexpected_keys"], report["missing_keys"]):
+            if name.endswith(f".{key}"):  # of a model that DDP or torch.compile wrapped
+                cure = f"save them by names without the prefix {name.removesuffix(key)}"
         raise UserError(
             f"{folder}: the weights are not those of its config.json"
-            f" ({'; '.join(sorted(faults)[:8])}) - copy the folder again"
+            f" ({'; '.join(sorted(faults)[:8])}) - {cure}"
         )
     bias_max = settings.get("attn_config.alibi_bias_max")
     if bias_max is not None:  # transformers 5.23 leaves out this argument of its own function

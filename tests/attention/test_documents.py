@@ -1,4 +1,4 @@
-"""Documents under a mask and chunks one by one give what the definition gives under a mask."""
+"""Documents and chunks under a mask give what the definition gives."""
 
 import pytest
 import torch

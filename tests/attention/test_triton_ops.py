@@ -21,7 +21,7 @@ def inputs(*, bias=True, weight=False) -> list[torch.Tensor | None]:
 
 
 def test_compiled_code_has_no_break_and_the_same_bits():
-    more = {"window": 15, "chunk": 6, "segments": SEGMENTS.to(DEVICE)}
+    more = {"window": 6, "segments": SEGMENTS.to(DEVICE)}
     tensors = inputs(weight=True)
 
     def layer(q, k, v, bias, weight):

@@ -350,7 +350,7 @@ def test_the_commands_of_the_guide_run_and_write_a_card(tmp_path, monkeypatch):
     for line in (
         "license: unknown",
         "| step | 5 |",
-        "| training length | 64 tokens |",
+        "| training length | 32 to 16 to 64 tokens |",
         "| origin | tiny (gpt-neox) |",
         "| parent | rotary step 7, config aa11, weights bb22 |",
         note,
