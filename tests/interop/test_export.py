@@ -489,7 +489,7 @@ def test_what_cannot_be_exported_is_one_message_and_leaves_nothing(tmp_path, mon
     assert message in refused(path, tmp_path / "out")
     full = mock.Mock(side_effect=SafetensorError("No space left on device (os error 28)"))
     monkeypatch.setattr(huggingface_hub, "save_torch_state_dict", full)
-    message = "out: cannot be written (No space left on device (os error 28)) - choose another"
+    message = "out: cannot be written (No space left on device (os error 28))"
     assert message in refused(path, tmp_path / "out")
 
 
