@@ -16,7 +16,6 @@ from megatron.cli_errors import command_parser, guarded
 from megatron.config import Config, load
 from megatron.config.document import description
 from megatron.config.schema import SECTIONS, all_keys, plain
-from megatron.data.parts import open_parts
 from megatron.entry import add_conf_dir, settings_first, split_words
 from megatron.errors import UserError, visible
 from megatron.model.size import parameters
@@ -24,8 +23,8 @@ from megatron.parallel.machine import in_bytes
 from megatron.report.catalogue import formula
 from megatron.strict_yaml import on_one_line
 from megatron.sweeps.cost import DEVICES, UTILISATION, evaluation_flops, named_device, training_cost
-from megatron.training.batches import likely_rows, windows_per_step, with_epochs
-from megatron.training.fits import needs
+from megatron.training.batches import likely_rows, windows_per_step
+from megatron.training.fits import memory_to_train
 
 WIDTH = 100
 INDENT = " " * 6
@@ -40,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_conf_dir(parser)
     add("--given", action="store_true", help="show only keys that a source sets")
     add("--brief", action="store_true", help="show no key, only the size of the run")
-    add("--gpu", metavar="NAME", help=f"one of cpu, {', '.join(DEVICES)}; default: all but cpu")
+    add("--gpu", metavar="NAME", help=f"one of {', '.join(DEVICES)}; default: all")
     add("--mfu", type=float, default=UTILISATION, metavar="SHARE", help="default: %(default)s")
     words = sys.argv[1:] if argv is None else list(argv)
     options = parser.parse_intermixed_args(settings_first(words))
@@ -53,14 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.training.train_batch_size:
         groups = config.training.train_batch_size // windows_per_step(config)
     devices = groups * shared
-    if config.training.train_epochs:
-        part = open_parts(config.data, ["train"])["train"]
-        config = with_epochs(config, part, groups)
 
     lines = [] if options.brief else [*key_lines(config, only_given=options.given)]
     vocab = likely_rows(config)
     counted = parameters(config, vocab)
-    need = needs(config, vocab, devices)
+    memory = memory_to_train(config, counted.whole, devices)
     evaluated = evaluation_flops({}, config, vocab)
     steps = config.training.train_iters * groups
     tokens, flops = training_cost(config, vocab, steps)
@@ -72,8 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"  tokens              {tokens:,}",
         f"  FLOP of training    {flops:.3g}",
         f"  FLOP to evaluate    {evaluated:.3g}, eval_tokens at every length",
-        f"  memory to train     at least {in_bytes(need.memory)} on each of {devices} device(s)",
-        f"  disk                {in_bytes(need.disk)}, one checkpoint more than are kept",
+        f"  memory to train     at least {in_bytes(memory)} on each of {devices} device(s)",
         "",
         f"GPU hours to train at {options.mfu:.0%} (--mfu) of the speed below",
     ]

@@ -1,7 +1,6 @@
 """Write a checkpoint: the files that evaluation reads, the record, and the name of the newest."""
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor
 from megatron.checkpoints.manifest import (
     OPTIMIZER,
     SETTINGS,
-    THREADS,
     WEIGHTS,
     Entries,
     entry_of,
@@ -32,10 +30,9 @@ def unfinished(run: Path, step: int) -> Path:
 
 def synced(files: list[Path]) -> Entries:
     """Size and SHA-256 of each file, which is on the disk then."""
-    with ThreadPoolExecutor(THREADS) as pool:
-        entries = list(pool.map(entry_of, files))
-        list(pool.map(sync, files))
-    return {file.name: entry for file, entry in zip(files, entries, strict=True)}
+    for file in files:
+        sync(file)
+    return {file.name: entry_of(file) for file in files}
 
 
 def finish(

@@ -87,37 +87,24 @@ class Config(Sections):
         A new key with a default changes no old hash. Folders, logging, launching and evaluation do
         not count, nor do comments in pos_emb_file.
         """
-        return self.hashes[0]
-
-    @property
-    def hashes(self) -> list[str]:
-        """The hash, and those of earlier versions: comments in pos_emb_file counted, the file also
-        where no encoding of it is used, and window did not."""
         shaping = {}
         for key in all_keys():
             value = plain(self[key.name])
             default = self[key.follows] if key.follows else plain(default_of(key.info))
             if key.shapes_result and value != default:
                 shaping[key.name] = file_names(value) if key.name in BY_FILE_NAME else value
-        if self.training.train_epochs is not None:  # train_iters follows from the data
-            shaping.pop("train_iters", None)
         shaping |= self._chosen()
         if not shaping["pos_emb_layers"]:
             del shaping["pos_emb_layers"]
         not_empty = {key: value for key, value in shaping.items() if value != {}}
         not_empty.pop("pos_emb_file", None)
-        spellings = [not_empty]
         if self.pos_emb_code is not None:  # the text counts, not where the file is
-            names = NAMES_IN_FILES.get(syntax_fingerprint(self.pos_emb_code))
+            digest = syntax_fingerprint(self.pos_emb_code)
+            names = NAMES_IN_FILES.get(digest)
             text = json.dumps(not_empty)
             if names is None or any(json.dumps(name) in text for name in names):
-                spellings.clear()
-            for digest_of in (syntax_fingerprint, fingerprint):
-                spellings.append(not_empty | {"pos_emb_file": digest_of(self.pos_emb_code)})
-        if "window" in not_empty:
-            spellings.append({key: spellings[0][key] for key in spellings[0] if key != "window"})
-        texts = [json.dumps(_canonical(settings), sort_keys=True) for settings in spellings]
-        return [fingerprint(text)[:12] for text in texts]
+                not_empty["pos_emb_file"] = digest
+        return fingerprint(json.dumps(_canonical(not_empty), sort_keys=True))[:12]
 
     def model_keys(self) -> dict[str, Any]:
         """The keys that make two models the same: model and position, without default options."""
@@ -183,7 +170,7 @@ class Config(Sections):
                 " made",
             ),
             (
-                trains and not (training.train_iters or training.train_epochs),
+                trains and not training.train_iters,
                 "train_iters: not given; the number of steps, at least 1; 0 measures the"
                 " checkpoint in load",
             ),

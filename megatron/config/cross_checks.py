@@ -10,7 +10,6 @@ import torch
 from megatron.config.config import staged
 from megatron.config.legacy import CORPORA
 from megatron.config.messages import Report, contradiction
-from megatron.config.schedules import SHAPES
 from megatron.config.schema import (
     Attention,
     Checkpoint,
@@ -366,11 +365,6 @@ def _optimizer(optimizer: Optimizer, precision: Precision, parallel: Parallel) -
             f"min_lr: {optimizer.min_lr:g} is more than optimizer.params.lr = {optimizer.lr:g};"
             " lower it"
         )
-    if optimizer.decay_shape not in SHAPES:
-        yield (
-            f"lr_decay_style: {optimizer.decay_shape} has no shape; add it to"
-            " megatron/config/schedules.py"
-        )
     is_wsd = optimizer.lr_decay_style == "wsd"
     if is_wsd and optimizer.lr_schedule != "standard":
         yield "lr_decay_style: wsd is none of lr_schedule: neox-2022; set lr_schedule: standard"
@@ -412,10 +406,6 @@ def _data(data: Data, training: Training) -> Faults:
             yield contradiction("weight_by_num_documents", key)
     if data.weight_by_num_documents and not data.train_data_paths:
         yield "weight_by_num_documents: weighs the corpora of train_data_paths; give them"
-    # train_epochs passes over every window as often, so there is nothing to weigh.
-    for key in ("train_data_weights", "weight_by_num_documents"):
-        if training.train_epochs and getattr(data, key):
-            yield f"{key}: cannot be combined with train_epochs; set train_iters"
     trained = {place_of(prefix) for prefix in data.train_data_paths}
     for key in ("data_path", *CORPORA):
         places = set()

@@ -22,7 +22,6 @@ from megatron.config.messages import (
     MOST_LINES,
     Report,
     bad_configuration,
-    contradiction,
     lines,
     no_such_key,
 )
@@ -47,7 +46,6 @@ SETTINGS = {*AFTER_MERGE, *(key.name for key in all_keys())}
 INSTEAD = {
     "pos_emb_layers": ("pos_emb", "pos_emb_args"),
     "window_layers": ("window",),
-    "train_epochs": ("train_iters",),
 }
 """Keys that a later source gives in place of others; the first of these replaces them, too."""
 Source = tuple[str, dict[str, Any]]  # the name of a file or COMMAND_LINE, and what it sets
@@ -113,8 +111,6 @@ def load(
     }
     chosen = {key.partition(".")[0] for key, name in origins.items() if name not in saved}
 
-    if merged.get("train_epochs") and {"train_iters", "train_epochs"} <= chosen:
-        report.fault(contradiction("train_iters", "train_epochs"))
     if merged.get("train_data_paths") and "split" in chosen:
         report.no_effect("split", "corpora of train_data_paths are whole")
     if str(merged.get("data_path")).startswith(TASK_PREFIX) and "split" in chosen:

@@ -391,9 +391,6 @@ class Training(Section):
     train_iters: Count = 0
     """Optimizer steps. With 0 train.py measures the checkpoint in load, as KERPLE and MEP do:
     protocol paper at seq_length_val, eval_iters batches of the validation and of the test text."""
-    train_epochs: Positive | None = None
-    """Instead of train_iters: number of passes over the training text. All passes have the same
-    order. Several corpora take turns in proportion to their windows."""
     seq_length_schedule: Annotated[tuple[Stage, ...], BeforeValidator(as_list)] = ()
     """Stages of a context that grows, such as `[[64, 200], [128, 600]]`: windows of 64 tokens up to
     step 200, of 128 up to step 600, then of seq_length (SkyLadder, arXiv 2503.15450). A length
@@ -679,7 +676,7 @@ class Launch(Section):
     hostfile: str | None = None
     """File with lines `host slots=8`; unset or absent: this machine alone, without ssh."""
     include: str | None = None
-    """Devices to use: `host:0,2@other` with a hostfile, `localhost:0,2` without."""
+    """Devices of a hostfile's machines to use: `host:0,2@other`."""
     exclude: str | None = None
     """Devices not to use, written like include."""
     launcher: Literal["pdsh", "openmpi", "mvapich", "slurm", "mpich", "impi"] = "pdsh"

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from megatron import strict_json
-from megatron.checkpoints.read import check_memory, fill, opened
+from megatron.checkpoints.read import fill, opened
 from megatron.config import Config
 from megatron.errors import UserError, in_words
 from megatron.files import read_small
@@ -44,7 +44,6 @@ TOLERANCE = 1e-5  # of logits up to 1; larger ones may differ by this part of th
 # Of ours in float32. In float64 programs differ by as much: rotary's frequencies, and norms that
 # files hold minus 1, stay rounded to float32.
 ROUNDINGS = 4
-BYTES = 8  # of a weight while it is read: theirs and ours in float32
 
 
 def open_folder(folder: Path) -> tuple[GPT, Config, Any]:
@@ -55,7 +54,6 @@ def open_folder(folder: Path) -> tuple[GPT, Config, Any]:
     """
     family, config, theirs = read_settings(folder)
     vocab = theirs["vocab_size"]
-    check_memory(folder, config, vocab, BYTES)
     loaded, program = load_class(folder, family, theirs)
     weights = loaded.state_dict()
     prefix = family.trunk + IN_TRUNK

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.checkpoints.manifest import TOKENIZER, entry_of, read_record
-from megatron.checkpoints.saved import steps_in, without_record
+from megatron.checkpoints.saved import steps_in
 from megatron.checkpoints.write import write_checkpoint
 from megatron.config import Config
 from megatron.config.config import COPY
@@ -140,7 +140,7 @@ def import_checkpoint(
     facts = {**opened.record, "vocab": model.vocab, "tokenizer": described, "origin": origin}
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     with owned_folder(run, "-o"):
-        if steps_in(run) or without_record(run):
+        if steps_in(run):
             raise UserError(f"-o: {run} holds a checkpoint already - name another folder")
         try:
             for name, content in contents.items():
@@ -201,7 +201,7 @@ def sums_of(kind: str, folder: Path) -> dict[str, str]:
         files = [folder / huggingface.SETTINGS, *huggingface.weight_files(folder)]
         files += paths_of(files_in(folder))
         files += [folder / name for name in BESIDE_TOKENIZER if (folder / name).is_file()]
-    written = read_record(folder).get("files", {}) if has_sums(folder) else {}
+    written = read_record(folder)["files"] if has_sums(folder) else {}
     return {file.name: (written.get(file.name) or entry_of(file))["sha256"] for file in files}
 
 

@@ -72,15 +72,9 @@ class Grid:
         """The mean of a tensor over all ranks; any shape, kept."""
         if self.ranks == 1:
             return value
-        return self.sum(value) / self.ranks
-
-    def sum(self, value: Tensor) -> Tensor:
-        """The sum of a tensor over all ranks; any shape, kept."""
-        if self.ranks == 1:
-            return value
         total = value.clone()
         torch.distributed.all_reduce(total)
-        return total
+        return total / self.ranks
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, ordered by rank, on every rank; plain data only."""

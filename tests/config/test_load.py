@@ -165,19 +165,9 @@ def test_training_and_evaluation_name_all_keys_that_are_missing():
             loaded(*words).require_for(purpose)
         assert [line.split(":")[0] for line in str(raised.value).split("\n  ")[1:]] == keys
     loaded("data_path=a", "train_iters=1", "save=b").require_for("train")
-    loaded(*BLEND, "train_epochs=2", "save=b").require_for("train")
     loaded("save=b").require_for("evaluate")
     assert loaded("train_iters=0").only_measures
     assert not loaded().only_measures
-
-
-def test_a_later_source_chooses_between_steps_and_epochs(tmp_path):
-    file = write(tmp_path / "run.yml", "train_iters: 50000\n")
-    config = load([file], [*SIZES, *BLEND, "train_epochs=2"])
-    assert (config.training.train_epochs, config.training.train_iters) == (2, 0)
-    assert config.notes == ("train_iters: dropped, because a later source sets train_epochs",)
-    file = write(tmp_path / "run.yml", "train_epochs: 2\n")
-    assert load([file], [*SIZES, *BLEND, "train_iters=5"]).training.train_epochs is None
 
 
 def test_a_split_beside_whole_corpora_and_links_to_trained_text_are_noticed(tmp_path):

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from megatron.files import write_text
-from tests.checkpoints import make_checkpoint
 from tests.faults.full_disk import fill, make_read_only, on_small_disk
 from tests.support import ROOT, call, run
 
@@ -75,22 +74,3 @@ def test_a_command_names_the_file_that_a_disk_refused_and_keeps_the_old_one(
     assert reason in message
     assert str(path.parent) in message
     assert message.count("\n") == 1
-
-
-def test_a_checkpoint_that_cannot_be_written_is_evaluated_into_another_folder(corpus, tmp_path):
-    disk, rows = tmp_path / "disk", tmp_path / "rows.jsonl"
-    disk.mkdir()
-
-    def evaluated() -> list:
-        make_checkpoint(disk / "run", corpus)
-        make_read_only(disk)
-        words = ["evaluate.py", "--checkpoint", disk / "run", "--lengths", "64"]
-        inside = call(*words)
-        outside = call(*words, "--output", rows)
-        return [inside.returncode, inside.stderr, outside.returncode, outside.stderr]
-
-    refused, message, status, errors = on_small_disk(disk, 4 * 1024, evaluated)
-    assert (refused, message.count("\n")) == (1, 1)
-    assert "Traceback" not in message
-    assert status == 0, errors
-    assert json.loads(rows.read_text())["length"] == 64

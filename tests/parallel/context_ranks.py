@@ -136,7 +136,7 @@ def compare_models(grid, results: dict) -> None:
 def alone(config: Config) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and norms of some steps by torch alone, and the gradients of the first."""
     model = model_of(config, None)
-    optimizer = build_optimizer(model, config.optimizer, torch.device("cpu"))
+    optimizer = build_optimizer(model, config.optimizer)
     numbers, gradients = [], {}
     for step in range(STEPS):
         for group in optimizer.param_groups:

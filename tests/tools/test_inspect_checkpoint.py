@@ -20,10 +20,10 @@ def test_whole_checkpoints_are_shown_and_damage_is_named_with_status_1(corpus, t
     keep_weights_only(run)
     status, shown = inspect(run)
     lines = [line.split() for line in shown]
-    assert lines[0] == ["step", "size", "files", "config", "engine", "ranks", "state"]
+    assert lines[0] == ["step", "size", "files", "config", "for", "state"]
     config_hash = read_record(run / "global_step5")["config_hash"]
     assert lines[1][0] == "5"
-    assert lines[1][3:] == ["3", config_hash, "weights", "only", "?", "verified"]
+    assert lines[1][3:] == ["3", config_hash, "evaluation", "verified"]
     assert (status, shown[3:]) == (0, ["latest: step 10"])
 
     weights = run / "global_step5" / "model.safetensors"
@@ -39,6 +39,5 @@ def test_whole_checkpoints_are_shown_and_damage_is_named_with_status_1(corpus, t
         f"{weights}: was changed after it was written",
         f"{run}/global_step10/checkpoint.json: is missing",
         f"left over by a process that died: {run}/partial_step12",
-        f"{run}/latest: names no checkpoint that is there (it holds b'global_step7')",
     ):
         assert line in shown

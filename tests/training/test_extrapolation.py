@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoints.saved import latest_step
-from megatron.config import load
 from megatron.errors import UserError
 from megatron.evaluation import evaluate_checkpoint
 from megatron.evaluation.evaluate_checkpoint import evaluate
@@ -179,11 +178,6 @@ def test_rows_that_cannot_be_given_are_refused_before_the_first_step(
         train(settings(corpus, tmp_path, *MEASURES, word), grid)
     assert message in str(fault.value)
     assert not list(tmp_path.glob("global_step*"))
-
-
-def test_rows_need_a_folder(grid, corpus):
-    with pytest.raises(UserError, match="extrapolation_interval: its rows go into the folder of"):
-        train(load([], tiny(f"data_path={corpus}", "train_iters=2", *MEASURES)), grid)
 
 
 ABOUT = {"loss", "perplexity", "loss_stderr", "bits_per_byte", "window_losses", "block_losses"}

@@ -2,7 +2,6 @@
 
 import math
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,8 @@ from megatron.checkpoints.manifest import entry_of, read_record, write_record
 from megatron.checkpoints.saved import latest_step, with_parent
 from megatron.config import Config, load
 from megatron.errors import UserError
-from megatron.training import trainer as engine
 from megatron.training.loop import train
-from megatron.training.optimizer import build_optimizer, learning_rate
+from megatron.training.optimizer import learning_rate
 from megatron.training.resume import continue_scale
 from megatron.training.start import Saved, Start, checkpoint_to_continue, with_schedule
 from tests.training.conftest import check_same, copy_of, interrupted, records, settings, tiny
@@ -68,56 +66,6 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_last_bit(grid, corpu
         check_same(straight, broken, kind)
 
 
-APEX = """
-import torch
-
-class FusedAdam(torch.optim.Optimizer):
-    def __init__(self, params, lr, betas, eps):
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["step"] = count = group.get("step", 0) + 1
-            rate, (slow, fast) = group["lr"], group["betas"]
-            for p in group["params"]:
-                state = self.state[p]
-                for key in ("exp_avg", "exp_avg_sq"):
-                    state.setdefault(key, torch.zeros_like(p))
-                mean = state["exp_avg"].lerp_(p.grad, 1 - slow) / (1 - slow**count)
-                square = state["exp_avg_sq"].lerp_(p.grad**2, 1 - fast) / (1 - fast**count)
-                p.sub_(rate * (mean / (square.sqrt() + group["eps"]) + group["weight_decay"] * p))
-"""
-"""Stands for NVIDIA's, whose groups count the steps. Its place says which kernels are installed."""
-
-
-def test_apex_is_used_where_its_kernels_are_and_resumes_with_torch_and_the_other_way(
-    grid, corpus, tmp_path, monkeypatch
-):
-    words = ["train_iters=4", "save_interval=2", "weight_decay=0.1", "gradient_clipping=0"]
-    plain, straight = tmp_path / "plain", tmp_path / "straight"
-    train(settings(corpus, plain, *words), grid)
-    (tmp_path / "amp_C.py").touch()
-    (tmp_path / "apex").mkdir()
-    (tmp_path / "apex" / "optimizers.py").write_text(APEX)
-    cuda = torch.device("cuda")
-    with monkeypatch.context() as patch:
-        patch.syspath_prepend(tmp_path)
-        patch.setattr(engine, "build_optimizer", lambda *how: build_optimizer(*how[:2], cuda))
-        train(settings(corpus, straight, *words), grid)
-        assert "apex.optimizers" in sys.modules
-        again = interrupted(straight, 2, tmp_path / "again")
-        train(settings(corpus, again, *words), grid)
-        check_same(straight, again)
-        from_torch = interrupted(plain, 2, tmp_path / "from_torch")
-        train(settings(corpus, from_torch, *words), grid)
-    to_torch = interrupted(straight, 2, tmp_path / "to_torch")
-    train(settings(corpus, to_torch, *words), grid)
-    for folder in (straight, from_torch, to_torch):
-        for step, record in records(plain).items():
-            assert records(folder)[step]["loss"] == pytest.approx(record["loss"], abs=1e-5)
-
-
 # --- a state that does not fit --------------------------------------------------------------------
 
 
@@ -144,14 +92,11 @@ def test_a_state_that_does_not_fit_the_weights_is_refused_before_a_step(
 
 
 def test_a_run_goes_on_with_its_own_text_wherever_that_lies(grid, corpus, trained, tmp_path):
-    """Old records do not say which it was; tests/bad_inputs has the refusal."""
+    """tests/bad_inputs has the refusal."""
     folder, moved = copy_of(trained, tmp_path), tmp_path / "moved"
     for suffix in (".idx", ".bin"):  # without its card
         shutil.copy(f"{corpus}{suffix}", f"{moved}{suffix}")
     train(settings(moved, folder, "train_iters=5"), grid)
-    old = {**read_record(folder / "global_step5"), "corpora": []}
-    write_record(folder / "global_step5", old)
-    train(settings(moved, folder, "train_iters=6", "split=8,1,1"), grid)
     train(settings(moved, tmp_path / "new", f"load={trained}", "split=8,1,1"), grid)
 
 
@@ -168,7 +113,7 @@ def test_another_number_of_ranks_goes_on_where_the_windows_of_a_step_are_given(
 ):
     folder = copy_of(trained, tmp_path)
     path = folder / "global_step4"
-    write_record(path, read_record(path) | {"ranks": 2, "windows_per_step": 8})
+    write_record(path, read_record(path) | {"data_ranks": 2, "windows_per_step": 8})
     train(settings(corpus, folder, "train_batch_size=4", "train_iters=5"), grid)
     assert latest_step(folder) == 5
 
@@ -326,10 +271,10 @@ def test_weight_decay_of_the_encoding_can_change(grid, corpus, tmp_path):
 def test_another_optimizer_is_refused_or_starts_fresh(grid, corpus, trained, tmp_path):
     muon = "optimizer.type=Muon"
     folder = copy_of(trained, tmp_path)
-    with pytest.raises(UserError, match=r"holds the state of Adam, not of Muon, "):
+    with pytest.raises(UserError, match="has no state of this optimizer"):
         train(settings(corpus, folder, muon), grid)
     train(settings(corpus, folder, muon, "train_iters=5", "no_load_optim=true"), grid)
-    with pytest.raises(UserError, match=r"global_step5: holds the state of Muon, not of Adam, "):
+    with pytest.raises(UserError, match="global_step5: has no state of this optimizer"):
         train(settings(corpus, folder, "zero_optimization.stage=1"), grid)
     train(settings(corpus, folder, muon, "train_iters=6", "pos_emb_weight_decay=true"), grid)
 

@@ -249,8 +249,3 @@ def build_tokenizer(
 def needs_files(kind: str) -> bool:
     """Whether a tokenizer_type is made of files."""
     return kind not in KINDS or bool(KINDS[kind][1])
-
-
-def same_kind(first: str, second: str) -> bool:
-    """Whether two tokenizer_types are one and the same: some have a second name."""
-    return first == second or (first in KINDS and KINDS[first] is KINDS.get(second))
