@@ -74,12 +74,7 @@ def find_script(name: str) -> Path:
     for candidate in (Path(name), ROOT / name):
         if candidate.is_file() and candidate.suffix == ".py":
             return candidate.resolve()
-    scripts = [path.name for path in sorted(ROOT.glob("*.py")) if path.name != LAUNCHER]
-    names = ", ".join(scripts)
-    raise UserError(
-        f"{LAUNCHER}: {name} is not a script; write {LAUNCHER} SCRIPT FILE… key=value…,"
-        f" SCRIPT one of {names}"
-    )
+    raise UserError(f"{LAUNCHER}: {name} is not a script - write {LAUNCHER} train.py FILE…")
 
 
 def checked_config(script: Path, words: Sequence[str]) -> Config | None:

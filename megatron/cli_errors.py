@@ -140,7 +140,8 @@ def status_of(command: Callable[[], int | None]) -> int:
         text = explained(fault)
         if text is None:
             code = f"commit {commit() or 'unknown'}, python {sys.version.split()[0]}"
-            text = f"{''.join(traceback.format_exception(fault))}internal error ({code})"
+            lines = traceback.format_exception(fault)  # its last line is what a sweep shows
+            text = f"internal error ({code})\n{''.join(lines).strip()}"
         rank = os.environ.get("RANK", "0")
         if rank != "0":
             time.sleep(HEAD_START)

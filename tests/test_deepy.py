@@ -99,19 +99,6 @@ def test_other_machines_are_reached_with_the_options_that_deepspeed_knows(tmp_pa
     )
 
 
-def test_a_machine_that_ssh_does_not_reach_is_one_message(tmp_path, monkeypatch):
-    hosts = tmp_path / "hosts"
-    hosts.write_text("me@one slots=2\ntwo slots=2\n")
-    config = load([], [*TINY, f"hostfile={hosts}"])
-    monkeypatch.setenv("PATH", str(tmp_path))
-    for answer in (None, "#!/bin/sh\nexit 255\n"):
-        if answer:
-            (tmp_path / "ssh").write_text(answer)
-            (tmp_path / "ssh").chmod(0o755)
-        with pytest.raises(UserError, match=r"launcher cannot start .*ssh"):
-            deepy.launch_on_many_machines(Path("train.py"), [], config)
-
-
 def test_a_hostfile_that_is_not_there_leaves_the_training_to_this_machine(monkeypatch, capsys):
     """GPT-NeoX's 125M.yml and the files of DAPE name /mock_path; DeepSpeed's launcher warns too."""
     started = []

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from megatron.checkpoints.manifest import RECORD, SETTINGS, SHOWN, faults_of
 from megatron.checkpoints.read import load_for_evaluation, load_model, read_meta, tensors_of
-from megatron.checkpoints.saved import step_of, steps_in
+from megatron.checkpoints.saved import step_of
 from megatron.config import Config
 from megatron.errors import UserError, in_words, missing_package
 from megatron.interop import huggingface, reference
@@ -107,7 +107,7 @@ def kind_of(folder: Path) -> str | None:
     """
     if has_sums(folder):
         return "exported" if (folder / SETTINGS).is_file() else "huggingface"
-    if steps_in(folder) or (folder / RECORD).exists():
+    if (folder / RECORD).exists() or any(folder.glob(f"global_step*/{RECORD}")):
         return "ours"
     if reference.holds_files(folder):
         return "gpt-neox"

@@ -386,8 +386,9 @@ def seconds_per_step(cell: Cell) -> float | None:
     seconds = []
     with contextlib.suppress(OSError, ValueError):
         for record in training_log(cell.folder / "metrics.jsonl"):
-            if record.get("kind") == "train" and record.get("seconds_per_step"):
-                seconds.append(record["seconds_per_step"])
+            value = record.get("seconds_per_step")
+            if record.get("kind") == "train" and value:
+                seconds.append(value)
     return statistics.median(seconds[1:]) if len(seconds) > 1 else None
 
 
@@ -409,8 +410,6 @@ def collect(sweep: Sweep) -> list[Row]:
     Rows within trainings go into training.jsonl.
     Raises UserError if the rows of another sweep would be lost.
     """
-    if within := rows_within_trainings(sweep):
-        write_lines(sweep.folder / "training.jsonl", within)
     rows = finished_rows(sweep)
     if rows:
         write_lines(sweep.results, rows)
@@ -419,4 +418,6 @@ def collect(sweep: Sweep) -> list[Row]:
             f"{sweep.results}: holds rows, and {sweep.path} has none here - another sweep's, or "
             "brought from elsewhere; move it away, or give another --folder"
         )
+    if within := rows_within_trainings(sweep):
+        write_lines(sweep.folder / "training.jsonl", within)
     return rows

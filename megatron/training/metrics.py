@@ -191,8 +191,11 @@ class Metrics:
             with suppress(Exception):  # its disk is full, which was said
                 self.events.close()
         if self.wandb is not None:
+            import wandb
+
             try:
                 self.wandb.finish()
+                wandb.teardown()  # else it is tried at the very end, with a traceback
             except Exception as fault:  # what a library may raise
                 logger.warning(f"use_wandb: not all was sent ({in_words(fault)})")
         for place, count in self.lost.items():

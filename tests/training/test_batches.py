@@ -188,7 +188,7 @@ def test_each_stage_trains_and_is_measured_as_transformers_model_of_its_settings
 def test_the_log_says_the_length_of_a_step_and_validations_keep_theirs(
     grid, texts, tmp_path, caplog
 ):
-    config = blended(texts, tmp_path, *STAGES, "peak_theoretical_tflops=1")
+    config = blended(texts, tmp_path, *STAGES)
     with caplog.at_level(logging.INFO):
         train(config, grid)
     logged = list(records(tmp_path).values())
@@ -197,12 +197,6 @@ def test_the_log_says_the_length_of_a_step_and_validations_keep_theirs(
     assert re.search(r"step 2/3 .* length 32 ", caplog.text)
     [valid] = records(tmp_path, "valid").values()
     assert valid["length"] == 64
-    operations = [
-        record["model_tflops_per_second"] * record["seconds_per_step"] for record in logged
-    ]
-    attention = 3 * 4 * 2 * 32 * 256 / 1e12  # of one key for each token of a step
-    assert operations[2] - operations[1] == pytest.approx(32 * attention)
-    assert operations[1] - operations[0] == pytest.approx(16 * attention)
 
 
 # --- documents apart ------------------------------------------------------------------------------

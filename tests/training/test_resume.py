@@ -1,6 +1,5 @@
 """A resumed run repeats the uninterrupted one, also with another engine; what may be resumed."""
 
-import math
 import shutil
 from pathlib import Path
 
@@ -196,43 +195,6 @@ def test_the_checkpoints_schedule_is_kept_if_that_is_said():
     for step in range(12):
         assert learning_rate(step, config.optimizer) == learning_rate(step, parent.optimizer)
     assert config.optimizer.weight_decay == 0.3
-
-
-FIRST = ["optimizer.params.betas=[0.9, 0.95]", "weight_decay=0.3", "gradient_clipping=1.0"]
-RATE, DECAY, NORM = 1.0, 0.02, 0.02
-# Without averages, and with eps and rate so large, a step is the clipped gradient.
-THEN = [
-    "optimizer.params.betas=[0.0, 0.0]",
-    f"optimizer.params.eps={RATE}",
-    f"optimizer.params.lr={RATE}",
-    "lr_decay_style=constant",
-    "warmup=0",
-    f"weight_decay={DECAY}",
-    f"gradient_clipping={NORM}",
-]
-
-
-@pytest.mark.parametrize("how", ["precision=fp32", "precision=bf16", "zero_optimization.stage=3"])
-def test_a_step_after_a_resume_decays_and_clips_as_the_new_configuration_says(
-    grid, corpus, tmp_path, how
-):
-    """The whole change of the weights, without their decay, has the norm of the clipped gradient.
-
-    AdamW with betas 0: w - lr * (decay * w + g / (|g| + eps)); exempt are norms, biases and what
-    the encoding learns.
-    """
-    train(settings(corpus, tmp_path, "train_iters=2", *FIRST, "save_interval=1", how), grid)
-    train(settings(corpus, tmp_path, "train_iters=3", *THEN, "save_interval=1", how), grid)
-    assert records(tmp_path)[3]["grad_norm"] > NORM
-    before = load_file(tmp_path / "global_step2" / "model.safetensors")
-    after = load_file(tmp_path / "global_step3" / "model.safetensors")
-    total = 0.0
-    for name, weight in before.items():
-        decays = weight.dim() >= 2 and not name.startswith("positions.")
-        factor = 1 - RATE * DECAY if decays else 1
-        gradient = weight.double() * factor - after[name].double()
-        total += gradient.square().sum().item()
-    assert math.sqrt(total) == pytest.approx(NORM, rel=0.02)
 
 
 def test_a_loss_scale_goes_on_where_it_was_with_the_settings_of_the_new_configuration():
