@@ -153,7 +153,9 @@ class SentencePieces(Tokenizer):
         )
 
         content = read_bytes(path, "vocab_file")
-        with naming_faults(f"vocab_file: {path} is not a SentencePiece model", "copy it again"):
+        # Llama 3's original/tokenizer.model holds ranks.
+        fix = "copy it again; of a file of tiktoken's ranks give the tokenizer.json (HFTokenizer)"
+        with naming_faults(f"vocab_file: {path} is not a SentencePiece model", fix):
             model = ModelProto.FromString(content)
             self.eod = SentencePieceProcessor(model_proto=content).eos_id()
         for number, piece in enumerate(model.pieces):
