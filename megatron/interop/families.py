@@ -1,6 +1,6 @@
 """Models of Hugging Face's classes and ours, in both directions, by the table families.yml.
 
-`Family.settings_of` and `read_weights` open a model of theirs, `config_of` and `write_weights`
+`Family.settings_of` and `each_weight` open a model of theirs, `config_of` and `write_weights`
 describe one of ours as theirs. transformers itself fills in what a config.json leaves out.
 """
 
@@ -498,17 +498,10 @@ FORMS = {
 }
 
 
-def read_weights(
-    family: Family, theirs: Mapping[str, Tensor], model: Architecture
-) -> dict[str, Tensor]:
-    """The weights of our model, by our names, from those of theirs."""
-    return dict(each_weight(family, theirs, model))
-
-
 def each_weight(
     family: Family, theirs: Mapping[str, Tensor], model: Architecture
 ) -> Iterator[tuple[str, Tensor]]:
-    """The same, one after another."""
+    """The weights of our model, by our names, from those of theirs, one after another."""
     for ours, modules, form in family.places(model):
         for ending in ENDINGS:
             names = [module + ending for module in modules]

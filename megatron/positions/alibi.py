@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.positions.base import DistanceBias, Fork, Shape
+from megatron.positions.base import KERNEL, DistanceBias, Fork, Shape
 from megatron.positions.per_head import Given, PerHead, numbers
 from megatron.positions.registry import positive, register
 
@@ -96,7 +96,7 @@ class Alibi(Sloped):
     bias_max: the smallest slope is 2^-bias_max, as MPT calls it; the paper's is 2^-8
     """
 
-    claims = ("zero_at_0", "never_rises", "conditionally_positive_definite")
+    claims = KERNEL
 
     def __init__(self, shape: Shape, *, bias_max: float = 8.0, **sloped: Any) -> None:
         self.bias_max = positive("bias_max", bias_max, most=MOST_BIAS)
@@ -116,7 +116,7 @@ class Gaussian(Sloped):
     slope_factor, slopes, learned_slopes: as for alibi
     """
 
-    claims = ("zero_at_0", "never_rises", "conditionally_positive_definite")
+    claims = KERNEL
 
     def log_kernel(self, distance: Tensor) -> Tensor:
         return -self.per_head("slopes") * distance**2

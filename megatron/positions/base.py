@@ -22,6 +22,8 @@ BlockScores = tuple[
 """See `Position.block_scores`."""
 Memory = dict[str, Tensor]
 """The tensors that a layer keeps of a cached text, by name; the first dimension is the batch."""
+KERNEL = ("zero_at_0", "never_rises", "conditionally_positive_definite")
+"""What KERPLE's kernels claim."""
 NO_ATTENTION = -1e9
 """A bias with which a key gets no attention, and which no backend turns into NaN, as -inf may."""
 

@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megatron.positions.base import DistanceBias, Fork, Position, Shape
+from megatron.positions.base import KERNEL, DistanceBias, Fork, Position, Shape
 from megatron.positions.per_head import Given, PerHead
 from megatron.positions.registry import register
 
@@ -32,15 +32,17 @@ EXPONENT = (FLOOR, 2.0)  # beyond 2 the kernels are no longer conditionally posi
 class Kerple(PerHead):
     """Numbers per head that are learned, or fixed by the user.
 
-    draws: names of these numbers in the order in which they are drawn, each from U(0, high). Each
-        name is an option: one number for all heads, or a list of one per head, fixes it
+    draws: names of these numbers in the order in which they are drawn, each from U(0, high), and
+        their bounds. Each name is an option: one number for all heads, or a list of one per head,
+        fixes it
     """
 
-    draws: ClassVar[dict[str, float]] = {}
+    draws: ClassVar[dict[str, tuple[float, tuple[float, float]]]] = {}
 
     def __init__(self, shape: Shape, **fixed: Given | None) -> None:
         super().__init__(shape)
-        for name, high in self.draws.items():
+        self.bounds = {name: bounds for name, (_, bounds) in self.draws.items()}
+        for name, (high, _) in self.draws.items():
             value = fixed.get(name)
             start = torch.rand(shape.heads) * high if value is None else self.origin
             self.set_option(name, value, start)
@@ -64,9 +66,8 @@ class KerpleLog(Kerple, DistanceBias):
     p, a: learned unless given as one number or one per head
     """
 
-    claims = ("zero_at_0", "never_rises", "conditionally_positive_definite")
-    draws = {"p": 2.0, "a": 1.0}
-    bounds = {"p": POSITIVE, "a": POSITIVE}
+    claims = KERNEL
+    draws = {"p": (2.0, POSITIVE), "a": (1.0, POSITIVE)}
     fork = Fork({"p": "bias_p", "a": "bias_a"})
 
     def log_kernel(self, distance: Tensor) -> Tensor:
@@ -86,9 +87,8 @@ class KerpleLog3(Kerple, DistanceBias):
     r1, r2, r3: learned unless given as one number or one per head
     """
 
-    claims = ("zero_at_0", "never_rises", "conditionally_positive_definite")
-    draws = {"r1": 2.0, "r2": 1.0, "r3": 2.0}
-    bounds = {"r1": POSITIVE, "r2": POSITIVE, "r3": EXPONENT}
+    claims = KERNEL
+    draws = {"r1": (2.0, POSITIVE), "r2": (1.0, POSITIVE), "r3": (2.0, EXPONENT)}
 
     def log_kernel(self, distance: Tensor) -> Tensor:
         power = distance ** self.per_head("r3")
@@ -102,9 +102,8 @@ class KerplePower(Kerple, DistanceBias):
     a, p: learned unless given as one number or one per head
     """
 
-    claims = ("zero_at_0", "never_rises", "conditionally_positive_definite")
-    draws = {"a": 1.0, "p": 2.0}
-    bounds = {"a": POSITIVE, "p": EXPONENT}
+    claims = KERNEL
+    draws = {"a": (1.0, POSITIVE), "p": (2.0, EXPONENT)}
     fork = Fork({"a": "bias_a", "p": "bias_p"})
 
     def log_kernel(self, distance: Tensor) -> Tensor:
@@ -120,8 +119,7 @@ class KerpleWeight(Kerple, WeightKernel):
     weight_a, weight_p: learned unless given as one number or one per head
     """
 
-    draws = {"weight_a": 1.0, "weight_p": 2.0}
-    bounds = {"weight_a": POSITIVE, "weight_p": EXPONENT}
+    draws = {"weight_a": (1.0, POSITIVE), "weight_p": (2.0, EXPONENT)}
     fork = Fork({"weight_a": "wei_a", "weight_p": "wei_p"})
 
     def weight_kernel(self, distance: Tensor) -> Tensor:
@@ -137,8 +135,7 @@ class KerpleWeight1(Kerple, WeightKernel):
     weight_a: learned unless given as one number or one per head
     """
 
-    draws = {"weight_a": 1.0}
-    bounds = {"weight_a": POSITIVE}
+    draws = {"weight_a": (1.0, POSITIVE)}
 
     def weight_kernel(self, distance: Tensor) -> Tensor:
         return torch.exp(-self.per_head("weight_a") * distance**2)
@@ -154,7 +151,6 @@ class KerpleBiasWeight(KerplePower, KerpleWeight):
     """
 
     draws = {**KerplePower.draws, **KerpleWeight.draws}
-    bounds = {**KerplePower.bounds, **KerpleWeight.bounds}
     fork = Fork({**KerplePower.fork.names, **KerpleWeight.fork.names})
 
 
@@ -169,8 +165,7 @@ class KerpleBump(Kerple, DistanceBias):
     """
 
     claims = ("never_rises", "conditionally_positive_definite")
-    draws = {"r1": 1.0, "r2": 1.0}
-    bounds = {"r1": POSITIVE, "r2": POSITIVE}
+    draws = {"r1": (1.0, POSITIVE), "r2": (1.0, POSITIVE)}
 
     def log_kernel(self, distance: Tensor) -> Tensor:
         return self.per_head("r1") * torch.exp(-self.per_head("r2") * distance**2)
@@ -187,8 +182,7 @@ class KerpleBump3(Kerple, DistanceBias):
     """
 
     claims = ("never_rises", "conditionally_positive_definite")
-    draws = {"r1": 1.0, "r2": 1.0, "r3": 2.0}
-    bounds = {"r1": POSITIVE, "r2": POSITIVE, "r3": EXPONENT}
+    draws = {"r1": (1.0, POSITIVE), "r2": (1.0, POSITIVE), "r3": (2.0, EXPONENT)}
 
     def log_kernel(self, distance: Tensor) -> Tensor:
         power = distance ** self.per_head("r3")

@@ -1,10 +1,10 @@
 """Keeps the numbers of an encoding in float32, whatever the dtype of the model around it."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ class Float32Module(nn.Module):
     `bounds` names the learned parameters that live in an interval.
     """
 
-    bounds: ClassVar[dict[str, tuple[float, float]]] = {}
+    bounds: Mapping[str, tuple[float, float]] = {}
     origin: Tensor
     # Compute as the forks do: what the code around `rounded` says. Position sets it.
     paper_precision: bool = False

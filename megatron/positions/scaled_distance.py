@@ -45,8 +45,7 @@ class ScaledDistance(Kerple, DistanceBias):
     """
 
     fork = Fork()
-    draws = {"a": 1.0}
-    bounds = {"a": POSITIVE}
+    draws = {"a": (1.0, POSITIVE)}
     a: Tensor
 
     def __init__(

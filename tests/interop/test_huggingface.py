@@ -22,7 +22,7 @@ from megatron.data.tokens import TokenWriter
 from megatron.errors import UserError
 from megatron.evaluation.loaded_run import opened_with_tokenizer
 from megatron.interop import open_model
-from megatron.interop.families import FAMILIES, read_weights, write_weights
+from megatron.interop.families import FAMILIES, each_weight, write_weights
 from megatron.interop.huggingface import WHOLE, open_folder, read_settings
 from megatron.interop.importing import (
     compared_with_transformers,
@@ -83,9 +83,9 @@ def test_logits_and_gradients_are_those_of_hugging_face(case, folder):
         for name, weight in theirs.named_parameters()
     }
     architecture = Architecture.of(config.model)
-    expected_gradients = read_weights(family, gradients, architecture)
+    expected_gradients = dict(each_weight(family, gradients, architecture))
     zeros = {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}
-    constants = read_weights(family, zeros, architecture)  # 1 in norms of Qwen3-Next
+    constants = dict(each_weight(family, zeros, architecture))  # 1 in norms of Qwen3-Next
     for name, parameter in ours.named_parameters():
         expected_gradient = expected_gradients[name] - constants[name]
         difference = (parameter.grad - expected_gradient).abs().max()
@@ -126,7 +126,7 @@ def test_ours_goes_back_bit_for_bit(case, folder):
     model, config = open_model(folder(case))
     architecture = Architecture.of(config.model)
     back = write_weights(family, model.state_dict(), architecture)
-    again = read_weights(family, back, architecture)
+    again = dict(each_weight(family, back, architecture))
     assert all(torch.equal(again[name], weight) for name, weight in model.state_dict().items())
     theirs = load_file(folder(case) / "model.safetensors")
     if case == "kimi linear":  # transformers has other names in files than in its class
