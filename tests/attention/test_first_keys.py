@@ -6,7 +6,6 @@ import random
 import torch
 
 from megatron.attention import BACKENDS
-from megatron.attention import first_keys as module
 from megatron.attention.eager import all_scores
 from megatron.attention.first_keys import GRAIN, first_keys
 from megatron.attention.terms import Terms
@@ -94,14 +93,6 @@ def test_values_and_gradients_are_those_of_the_definition():
             bounded += 1
             assert random_cases.largest_error(BACKENDS["sdpa"], inputs) < 2e-5, number
     assert bounded >= 2
-
-
-def test_where_no_table_falls_far_enough_nothing_is_bounded(monkeypatch):
-    q, k = torch.randn(2, 1, 2, 2048, 8)
-    table = -0.05 * torch.arange(2048).float().expand(2, -1)  # 102 at the end
-    assert first_keys(q * 0, k * 0, Terms(table * 2)) is not None
-    monkeypatch.setattr(module, "_in_grains", None)  # would fail if it were called
-    assert first_keys(q, k, Terms(table)) is None
 
 
 def test_keys_beyond_the_reach_of_a_steep_bias_are_skipped():

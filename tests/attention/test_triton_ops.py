@@ -1,5 +1,7 @@
 """Compiled code calls our Triton programs as one operation, without a break, to the last bit."""
 
+import importlib.util
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -7,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron.attention import attention
 
 pytest.importorskip("triton")
+from megatron.attention import triton_kernel
 from megatron.attention.triton_kernel import attention_backward_op, attention_op
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -35,6 +38,15 @@ def test_compiled_code_has_no_break_and_the_same_bits():
     expected = torch.autograd.grad(plain, leaves)
     gradients = torch.autograd.grad(compiled, leaves)
     assert all(map(torch.equal, gradients, expected))
+
+
+def test_a_copy_of_the_code_has_operators_of_its_own():
+    """Exported models carry it: an operator of the same name would take the place of the first."""
+    spec = importlib.util.spec_from_file_location("a.copy", triton_kernel.__file__)
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    for name in ("attention_op", "attention_backward_op"):
+        assert getattr(copy, name)._qualname != getattr(triton_kernel, name)._qualname
 
 
 def test_gradients_of_a_table_that_is_transposed_have_the_declared_strides():

@@ -17,6 +17,7 @@ from megatron.evaluation.methods import (
     FACTORS,
     METHODS,
     MeasuredAttention,
+    Method,
     faults_of,
     method_of,
 )
@@ -142,6 +143,37 @@ def test_after_other_frequencies_a_model_reads_as_it_was_trained():
     for method in ("longrope,factor=4,factors=of_eight", "yarn,factor=4", "rerope", None):
         gpt.use_attention(settings(method=method))
         assert torch.allclose(gpt(ids), plain) == (method is None)
+
+
+def test_a_table_is_asked_for_the_distances_at_which_tokens_stand():
+    """Attention with slopes 2^-2, 2^-4, 2^-6, 2^-8, by its definition in float64."""
+    q, k, v = torch.randn(3, 2, 4, 60, 8, dtype=torch.float64)
+    query, key = torch.arange(60)[:, None], torch.arange(60)
+    back, chunks = query - key, query // 11 - key // 11
+    is_sink = (back >= 20) & (key < 3)
+    seen = is_sink | ((back >= 0) & (back < 20))
+    place = torch.where(chunks == 0, query % 11, (query % 11 + 11).clamp(max=17))
+    place = torch.where(chunks > 1, 17, place)
+    position = build("alibi", Shape(4, 8, 32, 48)).double()
+    slopes = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8], dtype=torch.float64)
+    for method, distance, visible in (
+        (Method("sinks", {"window": 20, "sinks": 3}), query.clamp(max=22) - key, seen),
+        (method_of("lm_infinite,sinks=3,window=20,limit=100", 48), torch.tensor(100), seen),
+        (method_of("string,window=20,local=4", 48), back - 16, back >= 0),
+        (method_of("dual_chunk,chunk=11,limit=17", 48), place - key % 11, back >= 0),
+    ):
+        if "chunk" not in method.options:
+            distance = torch.where(back < 20, back, distance)
+        scores = q @ k.mT / math.sqrt(8) - slopes[:, None, None] * distance
+        expected = scores.masked_fill(~visible, -math.inf).softmax(-1) @ v
+        bias = position.distance_bias(method.table_length(60))
+        result = attention_by_method(method, Text(position, q, k, v, Terms(bias)))
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-6)
+
+
+def test_a_clipped_table_keeps_its_value_beyond_the_distance():
+    table = torch.tensor([[0.0, -1.0, -2.0, -3.0]])
+    assert clipped(table, 2).tolist() == [[0, -1, -2, -2]]
 
 
 @pytest.mark.parametrize(("factor", "step"), [(1.0, 1), (2.5, 16)])

@@ -21,6 +21,8 @@ from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokens import TokenWriter
 from megatron.errors import UserError
 from megatron.evaluation.loaded_run import opened_with_tokenizer
+from megatron.evaluation.methods import MeasuredAttention
+from megatron.evaluation.options import method_or_none
 from megatron.interop import open_model
 from megatron.interop.families import FAMILIES, each_weight, write_weights
 from megatron.interop.huggingface import WHOLE, open_folder, read_settings
@@ -284,6 +286,15 @@ def test_damaged_and_missing_files_are_one_message_and_code_is_not_run(folder, t
         open_model(tmp_path / "absent")
 
 
+def test_names_of_a_wrapped_model_are_named_by_their_prefix(folder, tmp_path):
+    place = edited(folder("llama"), tmp_path / "wrapped")
+    weights = load_file(place / WHOLE)
+    for prefix in ("module.", "_orig_mod.", "module._orig_mod."):
+        save_file({prefix + name: x for name, x in weights.items()}, place / WHOLE)
+        with pytest.raises(UserError, match=rf"without the prefix {re.escape(prefix)}$"):
+            open_model(place)
+
+
 def test_new_weights_in_shards_of_any_name_are_imported_anew(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     place = edited(folder("llama"), tmp_path / "sharded")
@@ -299,6 +310,36 @@ def test_new_weights_in_shards_of_any_name_are_imported_anew(folder, tmp_path, m
     assert runs[0] == runs[1] != runs[2]
     norm = open_model(runs[2])[0].state_dict()["norm.weight"]
     assert torch.equal(norm, scaled["model.norm.weight"])
+
+
+@torch.no_grad()
+def test_longrope_by_the_lists_of_a_config_has_the_logits_of_that_config(folder, tmp_path):
+    scaling = {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "original_max_position_embeddings": 320,
+        "long_factor": [1.0, 1.5, 2.5, 4.0],
+        "short_factor": [1.0, 1.0, 1.2, 1.5],
+    }
+    place = edited(folder("llama"), tmp_path / "long", rope_parameters=scaling)
+    theirs = transformers.LlamaForCausalLM.from_pretrained(place)
+    ours, _ = open_model(folder("llama"))
+    method = method_or_none(f"longrope,factor=4,factors={place}/config.json")
+    ours.use_attention(MeasuredAttention(method=method))
+    for ids in (random_ids(320), random_ids(700)):
+        torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=0, atol=5e-5)
+
+
+@torch.no_grad()
+def test_steep_weights_multiply_rounding_and_are_no_other_model(tmp_path):
+    """Logits of both programs are up to 1e-3 from float64, in which they agree."""
+    theirs = of_theirs("qwen3.5")
+    for weight in theirs.parameters():
+        if weight.dim() > 1:
+            weight.normal_(std=3 / weight.shape[-1] ** 0.5)
+    theirs.save_pretrained(tmp_path / "theirs")
+    compared = import_checkpoint(tmp_path / "theirs", tmp_path / "run").compared
+    assert compared["largest_difference"] > 1e-5 * compared["largest_logit"]
 
 
 def test_a_name_of_the_hub_is_downloaded_without_code(folder, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ import yaml
 from torch import Tensor
 
 from megatron.conformance.subject import scores as scores_of
+from megatron.errors import UserError
 from megatron.positions import Position, Shape, build
 from megatron.positions.precision import UNBOUNDED
 from tests.positions.golden import Golden, load
@@ -175,6 +176,14 @@ def test_fope_begins_with_the_frequencies_and_mixtures_of_the_authors(variant):
     for theirs, ours in CASES["fope"][variant].numbers.items():
         close(almost_fixed.bounded(ours), golden.numbers[f"init_eye.{theirs}"], 1e-7)
         assert not torch.equal(drawn.bounded(ours), almost_fixed.bounded(ours))
+
+
+def test_fope_draws_as_xavier_does_over_pairs_and_heads():
+    position = build("fope", Shape(8, 64, 512, 512), gain=0.6)
+    noise = torch.cat([position.cosines, position.sines]) - torch.eye(16)
+    assert noise.std().item() == pytest.approx(0.6 * (2 / (16 * 16 + 8 * 16)) ** 0.5, rel=0.03)
+    with pytest.raises(UserError, match="seq_length: 6 and head_dim = 64 let no pair turn - give"):
+        build("fope", Shape(8, 64, 512, 6))
 
 
 @pytest.mark.parametrize("variant", ["ld", "ap"])

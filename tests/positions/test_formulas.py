@@ -180,7 +180,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_bias_is_its_formula(case):
     position = build(case.name, SHAPE, **case.options)
-    if case.name in ("bam", "mep"):  # first values are equal
+    if case.name in ("bam", "mep", "kerple_power"):  # first values are equal, or within bounds
         with torch.no_grad():
             for number in position.parameters():
                 number.add_(torch.linspace(-1.5, 2, number.numel()).view(number.shape))
