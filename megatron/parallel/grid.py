@@ -63,8 +63,8 @@ class Grid:
         if self.ranks % context_ranks:
             raise UserError(
                 f"context_parallel_size: {context_ranks} ranks that share need a multiple of"
-                f" {context_ranks} ranks, and this run has {self.ranks} - start it with deepy.py,"
-                f" num_gpus={context_ranks}, or set it to 1"
+                f" {context_ranks} ranks, and this run has {self.ranks} - start more with deepy.py"
+                " and num_gpus, or set it to 1"
             )
         return replace(self, context_ranks=context_ranks)
 

@@ -13,7 +13,6 @@ import re
 import resource
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -133,7 +132,7 @@ class Metrics:
         run_id: str | None = None,
     ) -> None:
         self.writers: dict[str, Callable[[Numbers, dict[str, Tensor]], None]] = {}
-        self.lost: Counter[str] = Counter()
+        self.lost: set[str] = set()  # places that have failed once
         self.events: Any = None
         self.wandb: Any = None
         if folder is not None:
@@ -178,15 +177,15 @@ class Metrics:
             try:
                 write(record, learned or {})
             except Exception as fault:  # whatever a library or a disk may raise
-                self.lost[place] += 1
-                if self.lost[place] == 1:
+                if place not in self.lost:
+                    self.lost.add(place)
                     logger.warning(
                         f"{place}: step {step} could not be written ({in_words(fault)})"
                         " - training goes on, and later records are tried again"
                     )
 
     def close(self) -> None:
-        """Write what is still buffered, and warn of what was lost."""
+        """Write what is still buffered."""
         if self.events is not None:
             with suppress(Exception):  # its disk is full, which was said
                 self.events.close()
@@ -198,8 +197,6 @@ class Metrics:
                 wandb.teardown()  # else it is tried at the very end, with a traceback
             except Exception as fault:  # what a library may raise
                 logger.warning(f"use_wandb: not all was sent ({in_words(fault)})")
-        for place, count in self.lost.items():
-            logger.warning(f"{place}: {count} record(s) were lost")
 
     def _write_line(self, record: Numbers, learned: dict[str, Tensor]) -> None:
         """Append a whole line, or nothing if the disk is full."""

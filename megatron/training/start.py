@@ -264,11 +264,10 @@ def with_schedule(config: Config, start: Start) -> Config:
     is_meant = "lr_decay_iters" in config.chosen or config.checkpoint.override_lr_scheduler
     if start.step < steps and decay != earlier_decay and not (is_meant or is_stable):
         raise UserError(
-            f"lr_decay_iters: follows train_iters = {steps} and was {earlier_decay} when step"
-            f" {start.step} was trained, so the learning rate would change in the middle of the run"
-            f" - say which is meant: lr_decay_iters={earlier_decay} keeps the old schedule, and the"
-            f" rate stays at its end from there on; lr_decay_iters={decay} or"
-            f" override_lr_scheduler=true stretches the schedule over {decay} steps"
+            f"lr_decay_iters: follows train_iters = {decay} and was {earlier_decay} before, so the"
+            " learning rate would change in the middle of the run - say which is meant:"
+            f" lr_decay_iters={earlier_decay} keeps the old schedule, and the rate stays at its end"
+            " from there on; override_lr_scheduler=true stretches it over all steps"
         )
     return config
 
