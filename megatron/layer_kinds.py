@@ -1,6 +1,6 @@
 """Kinds of layers by their names in the YAML key `layers`, and packages that bring more of them."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, ClassVar
@@ -22,12 +22,12 @@ class Layer(nn.Module):
     that has the same names.
 
     has_encoding: whether the layer has an encoding and a window; then it is an `Attention`
-    options: keys of YAML that it takes beside those of every model; `model.layer_args` has those
-        that are set
+    options: keys of YAML that it takes beside those of every model, and their types;
+        `model.layer_args` has those that are set
     """
 
     has_encoding: ClassVar[bool] = False
-    options: ClassVar[Collection[str]] = ()
+    options: ClassVar[Mapping[str, type]] = {}
 
     @classmethod
     def sizes(cls, model: Any) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""Attention through a latent (MLA), and how an encoding acts on a part of its heads."""
+"""Attention through a latent (MLA)."""
 
 import math
 from collections import OrderedDict
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -14,31 +13,10 @@ from megatron.layer_kinds import register_layer
 from megatron.model.block import Attention, AttentionInputs, attend_encoded, encoded, scaled
 from megatron.model.settings import Architecture, ResidualOutput
 from megatron.positions import Position
-from megatron.positions.base import Pair, refuse
+from megatron.positions.base import refuse
 from megatron.positions.layers import features_of_head
 
 EPSILON = 1e-6  # of the norms of latents, in DeepSeek's code and in Kimi's
-
-
-class OnLastFeatures:
-    """An encoding that leaves the `first` features of queries and keys as they are."""
-
-    def __init__(self, position: Position, first: int) -> None:
-        self.position, self.first = position, first
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.position, name)
-
-    def on_queries_keys_at(self, q: Tensor, k: Tensor, *places: Tensor, **options: Any) -> Pair:
-        first = self.first
-        turned = self.position.on_queries_keys_at(
-            q[..., first:], k[..., first:], *places, **options
-        )
-        q, k = (
-            torch.cat([whole[..., :first], last], dim=3)
-            for whole, last in zip((q, k), turned, strict=True)
-        )
-        return q, k
 
 
 @register_layer("mla")
@@ -127,6 +105,10 @@ class LatentAttention(Attention):
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
         """x [batch, length, hidden] -> [batch, length - first_query, hidden]."""
+        if inputs.method is not None:
+            raise UserError(
+                "method: mla layers have none; leave it out, or take attention in layers"
+            )
         q = self.query(x).unflatten(2, (self.heads, -1)).transpose(1, 2)
         if self.stretch != 1:
             q = q * self.stretch
@@ -148,8 +130,7 @@ class LatentAttention(Attention):
         if inputs.cache is not None:
             key, latent = inputs.cache.append(key, latent)
         k, v = self.latents(key, latent) if absorbs else self.keys_values(key, latent)
-        position: Any = OnLastFeatures(inputs.position, plain)
-        out = attend_encoded(q, k, v, x, replace(inputs, position=position), self.sink(x))
+        out = attend_encoded(q, k, v, x, inputs, self.sink(x))
         if absorbs:
             out = out[..., :rank] @ value_matrices.mT
         return self.dense(out.transpose(1, 2).flatten(2))
@@ -162,8 +143,7 @@ class LatentAttention(Attention):
         rank, plain = self.widths_of_latent[0], self.widths_of_query[0]
         both = plain + self.value_features
         operations = x.shape[1] * (2 * rank - both) - rank * both
-        after_text = inputs.start > 0 and inputs.cache is not None and inputs.method is None
-        return after_text and operations < 0
+        return inputs.start > 0 and inputs.cache is not None and operations < 0
 
     def latents(self, key: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Latents and the shared key themselves as keys, and as values, of every head.

@@ -54,29 +54,8 @@ def test_documents_windows_and_sinks_act_as_on_each_document_alone():
         assert (gpt(ids) - together).abs().max() > 1e-2
 
 
-@torch.no_grad()
-def test_methods_move_the_part_of_the_heads_that_the_encoding_acts_on():
-    """rerope by its definition: rotations of at most 11 tokens, in float64."""
-    gpt = model("layers=[mla]", "num_layers=1", "pos_emb=rotary").double()
-    x, captured = torch.randn(1, 30, HIDDEN).double(), []
-    layer = gpt.layers[0].attention
-    gpt.layers[0].register_forward_pre_hook(lambda _, arguments: captured.append(arguments[1]))
+def test_methods_that_move_tokens_are_refused():
+    gpt = model("pos_emb=rotary")
     gpt.use_attention(MeasuredAttention(method="rerope,window=11"))
-    gpt(torch.zeros(1, 30, dtype=torch.long))
-    result = layer(x, captured[0])
-
-    rank, turned, plain, values = 32, 4, 8, 20
-    q = layer.query(x).view(30, HEADS, plain + turned).transpose(0, 1)
-    latent, key = layer.latent_key(x)[0].split([rank, turned], dim=1)
-    latent = latent * (latent.square().mean(1, keepdim=True) + 1e-6).rsqrt()
-    k, v = layer.key_value(latent).view(30, HEADS, -1).transpose(0, 1).split([plain, values], 2)
-    distance = (torch.arange(30)[:, None] - torch.arange(30)).clamp(max=11).double()
-    scores = q[..., :plain] @ k.mT
-    for pair, frequency in ((0, 1.0), (1, 0.01)):
-        cos, sin = (distance * frequency).cos(), (distance * frequency).sin()
-        first, second = q[..., plain + pair, None], q[..., plain + pair + 2, None]
-        scores += (first * cos - second * sin) * key[:, pair]
-        scores += (second * cos + first * sin) * key[:, pair + 2]
-    scores = (scores / 12**0.5).masked_fill(distance < 0, -torch.inf)
-    expected = layer.dense((scores.softmax(-1) @ v).transpose(0, 1).flatten(1))
-    torch.testing.assert_close(result[0], expected, rtol=0, atol=1e-9)
+    with pytest.raises(UserError, match="method: mla layers have none"):
+        gpt(torch.zeros(1, 30, dtype=torch.long))

@@ -22,7 +22,7 @@ from megatron.positions import Position, register
 
 @register_layer("mean")
 class Mean(Layer):
-    options = ("stride",)
+    options = {"stride": int}
 
     def __init__(self, model):
         super().__init__()
