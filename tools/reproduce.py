@@ -50,14 +50,9 @@ def main(argv: list[str] | None = None) -> int:
     rows = read_rows(options.results) if options.results else finished_rows(sweep)
     cells = compare(table, rows, requirements(table, sweep))
     print(render(table, cells))
-    empty = [cell for cell in cells if not cell.ours and not cell.refused]
-    if empty and options.results:
-        print(f"{len(empty)} of {len(cells)} cells have no rows: looked in", *options.results)
-    elif empty:
-        folder = sweep.folder.resolve()
-        note = "" if folder.is_dir() else " (no such folder)"
-        where = f"looked for runs of {sweep.path.name} in {folder}{note}"
-        print(f"{len(empty)} of {len(cells)} cells have no rows: {where}")
+    if not all(cell.ours or cell.refused for cell in cells):
+        places = options.results or [sweep.folder.resolve()]
+        print("missing cells have no rows: looked in", *places)
         print("give --folder where the runs are, or --run")
     if rows and not table.cells:
         print(f"\nours alone:\n{table_of_rows(rows)}")

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, model_validator
 from megatron.errors import UserError, in_words
 from megatron.files import read_small
 from megatron.results.comparison import ALPHA, FEW, SEEDS, Difference, difference_of
-from megatron.results.labels import axes_beside, facts_of, kinds, labels_of, other_differences
+from megatron.results.labels import facts_of, kinds, labels_of, other_differences
 from megatron.results.row import (
     ATTENTION_INPUTS,
     DRAWN,
@@ -168,7 +168,6 @@ class Verdict:
 def judged(claims: Sequence[Claim], rows: Sequence[Row]) -> list[Verdict]:
     """Each claim in each setting (corpus, part, protocol, training) whose rows answer it."""
     verdicts = []
-    axes = axes_beside(rows)
     for claim in claims:
         keys = [key for key in GROUP if not claim.names(key)]
         if claim.names("protocol"):
@@ -184,7 +183,7 @@ def judged(claims: Sequence[Claim], rows: Sequence[Row]) -> list[Verdict]:
             place = identity(group[0], keys)
             partners = [row for row in theirs if identity(row, keys) == place]
             if partners:
-                answers.append(_verdict(claim, group, partners, axes))
+                answers.append(_verdict(claim, group, partners))
         verdicts += answers or [Verdict(claim, reason=f"the sides share no {', '.join(keys)}")]
 
     tested = [verdict for verdict in verdicts if verdict.difference]
@@ -237,9 +236,7 @@ def _chosen(
     return answers
 
 
-def _verdict(
-    claim: Claim, ours: Sequence[Row], theirs: Sequence[Row], axes: Sequence[str]
-) -> Verdict:
+def _verdict(claim: Claim, ours: Sequence[Row], theirs: Sequence[Row]) -> Verdict:
     """The verdict in one setting, with a p that is not corrected.
 
     Of several lengths the largest p counts for the claim. Against it counts the smallest of k,
@@ -248,7 +245,7 @@ def _verdict(
     verdicts = []
     try:
         ours, theirs = _of_one_kind(ours), _of_one_kind(theirs)
-        differences = other_differences(ours[0], theirs[0], axes)
+        differences = other_differences(ours[0], theirs[0])
         unnamed = [words for key, words in differences.items() if not claim.names(key)]
         if unnamed:
             raise UserError(

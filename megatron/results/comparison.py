@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 
 from megatron.errors import UserError
-from megatron.results.labels import axes_of, labels_of, other_differences, select
+from megatron.results.labels import labels_of, other_differences, select
 from megatron.results.row import (
     SETTING,
     Row,
@@ -73,10 +73,6 @@ class Comparison:
     def is_claim(self) -> bool:
         """Whether the difference is one of encodings."""
         return self.difference is not None and self.difference.is_claim
-
-    @property
-    def seeds(self) -> list[int | None]:
-        return [row.get("seed") for row in self.rows]
 
     def spread(self, key: str) -> tuple[float | None, float | None]:
         """The mean of a key of the rows, and its standard deviation over seeds."""
@@ -162,7 +158,7 @@ def _pairs(
             if label != reference and theirs is None:
                 pair = replace(pair, reason=f"{reference} was not measured here")
             elif label != reference and theirs:
-                unlike = other_differences(ours[0], theirs[0], axes_of([ours[0], theirs[0]]))
+                unlike = other_differences(ours[0], theirs[0])
                 try:
                     difference = difference_of(ours, theirs)
                 except UserError as reason:

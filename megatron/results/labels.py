@@ -127,26 +127,13 @@ def labels_of(
 # --- Comparisons of two kinds ---
 
 
-def axes_beside(rows: Sequence[Question]) -> list[str]:
-    """The axes of the rows' sweeps of which a value stands beside several encodings.
-
-    The others only name the encoding, such as a recipe with options of its own.
-    """
-    axes = []
-    for axis in axes_of(rows):
-        if len(grouped(rows, [axis, "pos_emb", "pos_emb_args"])) > len(grouped(rows, [axis])):
-            axes.append(axis)
-    return axes
-
-
-def other_differences(ours: Question, theirs: Question, axes: Sequence[str]) -> dict[str, str]:
+def other_differences(ours: Question, theirs: Question) -> dict[str, str]:
     """What a fair comparison of two encodings has in common and these have not, in words by key.
 
     Such as "step 7, not 9". A value that a row does not know is no difference.
-    axes: of sweeps
     """
     differences = {}
-    for key in ("dtype", *OF_TRAINING, *axes):
+    for key in ("dtype", *OF_TRAINING, *axes_of([ours, theirs])):
         first, second = (
             value_of(row, key) or FROM_SCRATCH.get(key) or cell_of(row).get(key)
             for row in (ours, theirs)

@@ -293,23 +293,14 @@ def _notes(
 
     lines: the rows of each line of the table; each: a line for the facts of each run
     """
-
-    def facts(row: Row, keys: Iterable[str], label: str = "") -> str:
-        words = []
-        for key in keys:
-            value = shown_fact(row, key)
-            if value is not None and f", {key} {plain(value)}," not in f"{label},":
-                words.append(NOTES[key].format(value))
-        return ", ".join(words)
-
     shared = [key for key in NOTES if len({row.get(key) for row in rows}) == 1]
-    notes = [f"each: {words}" for words in [facts(rows[0], shared)] if words]
+    notes = [f"each: {words}" for words in [_facts(rows[0], shared)] if words]
     lengths = {row["length"] for row in rows}
     if rows[0].get("protocol") in OTHER_TEXT and len(lengths) > 1:
         notes.append(OTHER_TEXT_NOTE)
     if guess := GUESSES.get(rows[0].get("corpus") or ""):
         notes.append(f"guessing has {guess} % right")
-    for length, epochs in sorted({(row["length"], row.get("epochs") or 1) for row in rows}):
+    for length, epochs in sorted({(row["length"], row.get("epochs", 1)) for row in rows}):
         if epochs > 1:
             notes.append(
                 f"length {length}: the part is short and was read up to {epochs} times:"
@@ -317,15 +308,21 @@ def _notes(
             )
     if lengths & {trained_length(row) for row in rows}:
         notes.append("* training length")
-    for label, group in (runs(rows) if each else lines).items():
-        own = [key for key in NOTES if key not in shared]
-        if each and (words := facts(group[0], own, label)):
+    for label, group in lines.items():
+        keys = [key for key in NOTES if key not in shared and f", {key} " not in label]
+        if each and (words := _facts(group[0], keys)):
             notes.append(f"{label}: {words}")
         refused = [row for row in group if quantity.of(row) is None]
         if refused:
             at = ", ".join(str(row["length"]) for row in refused)
-            notes.append(f"{label}: n/a at {at}: {refused[0].get('reason') or 'no reason given'}")
+            notes.append(f"{label}: n/a at {at}: {refused[0].get('reason')}")
     return notes
+
+
+def _facts(row: Row, keys: Iterable[str]) -> str:
+    """Facts of a row in words, such as "step 2000, seed 1234"."""
+    values = {key: shown_fact(row, key) for key in keys}
+    return ", ".join(NOTES[key].format(value) for key, value in values.items() if value is not None)
 
 
 def setting(rows: Sequence[Row]) -> str:

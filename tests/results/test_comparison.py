@@ -89,16 +89,6 @@ def test_77_against_56_is_resolved_on_eight_windows_by_their_blocks():
     assert 0.8 * shift < low < shift < high < 1.2 * shift
 
 
-def test_the_same_blocks_are_paired_at_every_length():
-    hard, noise = np.random.default_rng(4).standard_normal((2, 64))
-    for shape in ((64, 1), (16, 4), (1, 64)):
-        ours = row_of_blocks("a", 3 + hard.reshape(shape))
-        theirs = row_of_blocks("b", 3 + (hard + noise).reshape(shape))
-        estimate = against([ours, theirs])[1].difference.estimate
-        assert estimate.n == 64
-        assert estimate.mean == pytest.approx(noise.mean())
-
-
 def test_what_is_no_pair_is_refused_with_the_reason():
     hard = texts()
     ends = {"loss": None, "perplexity": None, "reason": "positions end at 512"}

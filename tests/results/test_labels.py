@@ -1,9 +1,6 @@
 """Labels name what differs between rows in fact, what was measured first."""
 
-import random
-
-from megatron.results.labels import axes_of, kinds, runs, sections, select
-from megatron.results.row import USUAL, VARIANT, measurement_of, plain, value_of
+from megatron.results.labels import axes_of, kinds, runs, select
 from megatron.results.table import setting
 from tests.results.rows import row_at_512
 
@@ -55,46 +52,6 @@ def test_a_sweep_gives_its_encodings_their_names():
 def test_what_is_unknown_adds_no_word_and_loses_no_row():
     seven, unknown = row_at_512(seed=7), row_at_512(seed=None)
     assert runs([seven, unknown]) == {"rotary, seed 7": [seven], "rotary": [unknown]}
-
-
-# Values of what evaluate.py measures with, and of models; each row takes a few.
-DRAWN = {
-    "window": [508, 512, "train_length"],
-    "method": ["rerope,window=256", "self_extend,group=8,window=256", "yarn,factor=4"],
-    "dtype": ["float32", "bfloat16"],
-    "protocol": ["paper", "tail", "sliding"],
-    "pos_emb": ["alibi"],
-    "pos_emb_args": [{"base": 10}],
-}
-for numbers in ("sinks", "clip_distance", "tail", "start", "stride", "seed", "step", "tokens"):
-    DRAWN[numbers] = [64, 128]
-for switches in ("logn_scale", "paper_precision", "blockwise", "reset_position_ids"):
-    DRAWN[switches] = [True, False]
-for names in ("corpus", "part", "split", "tokenizer", "text", "config_hash", "checkpoint", "sweep"):
-    DRAWN[names] = ["a", "b"]
-
-
-def test_different_measurements_have_different_labels_that_name_how_each_was_made():
-    draw = random.Random(29)
-    for _ in range(300):
-        measured = [row_at_512(window=508, sinks=4), row_at_512()]
-        for _ in range(draw.randrange(1, 6)):
-            keys = draw.sample([*DRAWN], draw.randrange(1, 5))
-            measured.append(row_at_512(**{key: draw.choice(DRAWN[key]) for key in keys}))
-        measured = [*{measurement_of(row): row for row in measured}.values()]
-        groups = runs(measured)
-        assert sorted(map(len, groups.values())) == [1] * len(measured), measured
-        for label, (row,) in groups.items():
-            for key in VARIANT:
-                value, values = value_of(row, key), {value_of(row, key) for row in measured}
-                unusual = value not in (None, USUAL[key]) and len(values) > 1
-                assert not unusual or f", {key} {plain(value)}" in label, (label, measured)
-        texts = sections(measured).values()
-        assert sum(map(len, texts)) == len(measured)
-        for text in texts:
-            for members in kinds(text).values():
-                seeds = [row["seed"] for row in members]
-                assert len(set(seeds)) == len(seeds), "two measurements are one mean"
 
 
 def test_a_kind_never_holds_two_configurations_of_one_seed():

@@ -139,17 +139,6 @@ def test_a_task_has_tables_of_right_tokens_and_where_they_differ_of_right_answer
     )
 
 
-def test_a_task_of_single_answers_has_one_table_which_names_the_accuracy_of_guessing():
-    measured = answers("none", {512: 1.0, 1024: 0.5})
-    assert table(measured).count("pos_emb") == 1
-    assert "guessing" not in table(measured)
-    parity = [row | {"corpus": "task:parity"} for row in measured]
-    assert "guessing has 50 % right\n" in table(parity)
-    both = table([*measured, *parity, *(row | {"task_args": {"group": "S3"}} for row in measured)])
-    headings = [part for part in both.split("\n\n") if part.startswith("task:")]
-    assert headings == ["task:copy", "task:parity", "task:copy, task_args group S3"]
-
-
 # --- Bits per byte ---
 
 
