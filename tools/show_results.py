@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     add("results", type=Path, nargs="+", metavar="FILE", help="JSON lines that evaluate.py wrote")
     add("-o", "--output", type=Path, metavar="FILE", help="a .png, .svg, .pdf or .html")
     add("--over-seeds", action="store_true", help="one line per encoding: mean ± deviation")
-    by_step = "plot by step: the lengths of a run, or runs at each length"
+    by_step = "plot by step, in a panel for each length"
     add("--over-training", action="store_true", help=by_step)
     in_bytes = "instead of perplexity, for any tokenizers"
     add("--bits-per-byte", action="store_true", help=in_bytes)
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--against", metavar="NAME", help=against)
     add("--title", default="Results beyond the training length", help="of a page")
     options = parser.parse_args(argv)
-    output: Path | None = options.output
+    output = options.output
     is_page = output is not None and output.suffix == ".html"
     if is_page:
         check_page(output)

@@ -26,7 +26,7 @@ from megatron.results.files import PICTURES
 from megatron.results.gain import Gain, gains_of, table_of_gains
 from megatron.results.labels import kinds, matching, runs, sections, select
 from megatron.results.row import COLUMNS, TASK, Row, plain, shown_fact
-from megatron.results.table import BITS, Table, quantities_of, table_of_text, with_bits
+from megatron.results.table import BITS, Table, by_length, quantities_of, table_of_text, with_bits
 
 MARK = b'name="generator" content="megatron/report"'  # of page.html
 
@@ -66,12 +66,19 @@ def page_of(rows: Sequence[Row], against: str | None = None) -> list[Section]:
     return [*page, Section("Models", "What was measured.", [models])]
 
 
-def _section(heading: str, rows: Sequence[Row], against: str | None, prefix: str) -> Section:
-    groups = kinds(rows)
+def _section(heading: str, members: Sequence[Row], against: str | None, prefix: str) -> Section:
+    rows: list[Row] = []
+    for row in members:
+        # A pass by position measures doublings of the training length below its own, too.
+        trained, length = row.get("train_length") or row["length"], row["length"]
+        doublings = {trained << power for power in range(length.bit_length())}
+        shorter = doublings.intersection(row.get("position_edges") or [])
+        rows += by_length([row], [*sorted(at for at in shorter if at < length), length])
+    groups, groups_of_members = kinds(rows), kinds(members)
     tables = [table_of_text(rows, quantity, over_seeds=True) for quantity in quantities_of(rows)]
     if with_bytes := with_bits(rows):
         tables.append(table_of_text(with_bytes, BITS, over_seeds=True))
-    if gains := table_of_gains(rows):
+    if gains := table_of_gains(members):
         tables.append(gains)
     protocol = rows[0].get("protocol") or ""
     section = Section(heading, description(protocol), tables)
@@ -95,14 +102,15 @@ def _section(heading: str, rows: Sequence[Row], against: str | None, prefix: str
         figures["position"] = draw_by_position(groups, reference, far)
     section.figures = {f"{prefix}{name}": figure for name, figure in figures.items()}
 
-    for label, group in groups.items():
+    for label, group in groups_of_members.items():
         first_run, *_ = runs(group).values()
         for gain in gains_of(first_run)[-1:]:
             lengths = f"{gain.short['length']} to {gain.long['length']}"
             section.coloured[f"{label}, {lengths}"] = gain
     if reference and len(groups) > 1:
         try:
-            comparisons = compared(groups, reference)
+            # The beginnings of longer windows have no losses by window.
+            comparisons = compared(groups_of_members, reference)
         except UserError as fault:
             section.notes = [str(fault)]
         else:
@@ -128,7 +136,8 @@ def write_page(
         picture(figure, ".svg")
     ).decode()
     text = environment.get_template("page.html").render(sections=page, title=title)
-    for section, suffix in itertools.product(page if plots else (), PICTURES):
-        for name, figure in section.figures.items():
-            write(figure, plots / f"{name}{suffix}")
     write_output(path, text.encode(), MARK)
+    if plots is not None:
+        for section, suffix in itertools.product(page, PICTURES):
+            for name, figure in section.figures.items():
+                write(figure, plots / f"{name}{suffix}")
