@@ -18,6 +18,7 @@ from megatron.evaluation.methods import (
     METHODS,
     MeasuredAttention,
     Method,
+    clipped,
     faults_of,
     method_of,
 )
@@ -167,7 +168,7 @@ def test_a_table_is_asked_for_the_distances_at_which_tokens_stand():
         scores = q @ k.mT / math.sqrt(8) - slopes[:, None, None] * distance
         expected = scores.masked_fill(~visible, -math.inf).softmax(-1) @ v
         bias = position.distance_bias(method.table_length(60))
-        result = attention_by_method(method, Text(position, q, k, v, Terms(bias)))
+        result = method.attend(Text(position, q, k, v, Terms(bias)))
         torch.testing.assert_close(result, expected, rtol=0, atol=1e-6)
 
 
