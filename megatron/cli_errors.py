@@ -46,6 +46,7 @@ ENDED = {
     "--shots": "use --num-fewshot",
     "--task-folder": "export the checkpoint and use lm_eval --include_path",
     "--metadata": "export the checkpoint and use lm_eval --metadata",
+    "--assume-same-tokenizer": "files without a card can be merged with others without one",
     "--ignore-eod": "export the checkpoint and use transformers' generate",
 }
 """Options and choices that have ended, and what to use instead."""
