@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 from megatron.cli_errors import command_parser, guarded
-from megatron.errors import UserError, did_you_mean, visible
+from megatron.errors import UserError
 from megatron.files import ROOT, write_output
-from megatron.results.claims import GRAMMAR, judged, read_claims, table_of
+from megatron.results.claims import FIELDS, judged, read_claims, table_of
 from megatron.results.files import read_rows
 
 MARK = b"<!-- by tools/claims.py -->"
@@ -23,7 +23,7 @@ SHIPPED = ROOT / "configs" / "claims"
 
 @guarded
 def main(argv: list[str] | None = None) -> int:
-    parser = command_parser(f"{__doc__}{GRAMMAR}")
+    parser = command_parser(f"{__doc__}{FIELDS}")
     parser.add_argument("file", type="path", help="a .yml, or a name in configs/claims")
     parser.add_argument("results", type=Path, nargs="+", help="JSON lines of evaluate.py")
     parser.add_argument(
@@ -33,11 +33,11 @@ def main(argv: list[str] | None = None) -> int:
     shipped = {path.stem: path for path in sorted(SHIPPED.glob("*.yml"))}
     path = shipped.get(options.file) or Path(options.file)
     if not path.exists():
-        hint = did_you_mean(path.stem, shipped) or f"configs/claims has {', '.join(shipped)}"
-        raise UserError(f"{options.file}: there is no such file of claims - {hint}")
+        names = ", ".join(shipped)
+        raise UserError(f"{path}: there is no such file of claims - configs/claims has {names}")
     source, claims = read_claims(path)
     table = table_of(judged(claims, read_rows(options.results)), source)
-    print(visible(table.text()))
+    print(table.text())
     if options.output:
         content = MARK + f"\n\n{table.markdown()}\n".encode()
         write_output(options.output, content, MARK)

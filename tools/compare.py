@@ -21,6 +21,8 @@ from megatron.results.files import read_rows
 from megatron.results.labels import kinds
 from megatron.results.row import TASK
 
+MARKS = {"markdown": "<!-- by tools/compare.py -->", "latex": "% by tools/compare.py"}
+
 
 @guarded
 def main(argv: list[str] | None = None) -> int:
@@ -29,17 +31,16 @@ def main(argv: list[str] | None = None) -> int:
     if any(row.get("protocol") == TASK for row in rows):
         raise UserError(
             "compare.py: rows of tasks have accuracies, and losses are compared here - leave their"
-            " files out, or use tools/claims.py, such as 'fox > alibi, accuracy at 4 L (recall)'"
+            " files out, or use tools/claims.py"
         )
     comparisons = compared(kinds(rows), options.against)
-    output = options.output
-    if output:
-        if output.suffix not in (".md", ""):
-            raise UserError(f"--output: {output} is no .md - name it so")
-        mark = "<!-- by tools/compare.py -->"
-        markdown = tables(comparisons, markdown=True, bits_per_byte=options.bits_per_byte)
-        text = f"{mark}\n\n{markdown}"
-        write_output(output, f"{text}\n".encode(), mark.encode())
+    if options.output:
+        if options.output.suffix not in (".md", ".tex"):
+            raise UserError(f"--output: {options.output} is no .md and no .tex - name it so")
+        form = "latex" if options.output.suffix == ".tex" else "markdown"
+        written = tables(comparisons, form=form, bits_per_byte=options.bits_per_byte)
+        mark = MARKS[form]
+        write_output(options.output, f"{mark}\n\n{written}\n".encode(), mark.encode())
     print(tables(comparisons, bits_per_byte=options.bits_per_byte))
     return 0
 
@@ -56,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         "--bits-per-byte", action="store_true", help="add a column with them, if rows have them"
     )
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="a Markdown file to write too"
+        "-o", "--output", type=Path, metavar="FILE", help="a .md or a .tex to write too"
     )
     return parser
 

@@ -27,7 +27,6 @@ from megatron.config.document import description, shown
 from megatron.config.legacy import SPELLINGS
 from megatron.config.schema import all_keys
 from megatron.config.yaml_files import find_file, read_file
-from megatron.data.parts import open_parts
 from megatron.entry import add_conf_dir, settings_first, split_words
 from megatron.errors import UserError, visible
 from megatron.files import write_output
@@ -36,8 +35,8 @@ from megatron.parallel.machine import in_bytes
 from megatron.positions import ALIASES, REGISTRY
 from megatron.strict_yaml import on_one_line
 from megatron.sweeps.cost import DEVICES, UTILISATION, evaluation_flops, named_device, training_cost
-from megatron.training.batches import likely_rows, windows_per_step, with_epochs
-from megatron.training.fits import needs
+from megatron.training.batches import likely_rows, windows_per_step
+from megatron.training.fits import memory_to_train
 
 WIDTH = 100
 INDENT = " " * 6
@@ -56,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_conf_dir(parser)
     add("--given", action="store_true", help="show only keys that a source sets")
     add("--brief", action="store_true", help="show no key, only the size of the run")
-    add("--gpu", metavar="NAME", help=f"one of cpu, {', '.join(DEVICES)}; default: all but cpu")
+    add("--gpu", metavar="NAME", help=f"one of {', '.join(DEVICES)}; default: all")
     add("--mfu", type=float, default=UTILISATION, metavar="SHARE", help="default: %(default)s")
     file = "a new file for what the sources set, in today's spelling"
     add("-o", "--output", type=Path, metavar="FILE", help=file)
@@ -103,11 +102,9 @@ def size_lines(config: Config, gpu: str | None, mfu: float) -> Iterator[str]:
     if config.training.train_batch_size:
         groups = config.training.train_batch_size // windows_per_step(config)
     devices = groups * shared
-    if config.training.train_epochs:
-        config = with_epochs(config, open_parts(config.data, ["train"])["train"], groups)
     vocab = likely_rows(config)
     counted = parameters(config, vocab)
-    need = needs(config, vocab, devices)
+    memory = memory_to_train(config, counted.whole, devices)
     evaluated = evaluation_flops({}, config, vocab)
     tokens, flops = training_cost(config, vocab, config.training.train_iters * groups)
     yield f"this run (hash {config.hash}, encoding {config.label})"
@@ -117,8 +114,7 @@ def size_lines(config: Config, gpu: str | None, mfu: float) -> Iterator[str]:
     yield f"  tokens              {tokens:,}"
     yield f"  FLOP of training    {flops:.3g}"
     yield f"  FLOP to evaluate    {evaluated:.3g}, eval_tokens at every length"
-    yield f"  memory to train     at least {in_bytes(need.memory)} on each of {devices} device(s)"
-    yield f"  disk                {in_bytes(need.disk)}, one checkpoint more than are kept"
+    yield f"  memory to train     at least {in_bytes(memory)} on each of {devices} device(s)"
     yield f"\nGPU hours to train at {mfu:.0%} (--mfu) of the speed below"
     for name in [gpu] if gpu else DEVICES:
         device = named_device(name, config.precision.dtype, option="--gpu")

@@ -45,9 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with TokenWriter(output, dtype, overwrite=options.overwrite) as merged:
         for file in files:
             for document in range(len(file)):
-                for ids in file.pieces(document):
-                    merged.extend(ids)
-                merged.end_document()
+                merged.add(file.read(document))
         names = dict.fromkeys(file.meta.get("corpus") or file.prefix.name for file in files)
         card = {
             "corpus": " + ".join(names),

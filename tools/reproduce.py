@@ -50,14 +50,9 @@ def main(argv: list[str] | None = None) -> int:
     rows = read_rows(options.results) if options.results else finished_rows(sweep)
     cells = compare(table, rows, requirements(table, sweep))
     print(render(table, cells))
-    empty = [cell for cell in cells if not cell.ours and not cell.refused]
-    if empty and options.results:
-        print(f"{len(empty)} of {len(cells)} cells have no rows: looked in", *options.results)
-    elif empty:
-        folder = sweep.folder.resolve()
-        note = "" if folder.is_dir() else " (no such folder)"
-        where = f"looked for runs of {sweep.path.name} in {folder}{note}"
-        print(f"{len(empty)} of {len(cells)} cells have no rows: {where}")
+    if not all(cell.ours or cell.refused for cell in cells):
+        places = options.results or [sweep.folder.resolve()]
+        print("missing cells have no rows: looked in", *places)
         print("give --folder where the runs are, or --run")
     if rows and not table.cells:
         print(f"\nours alone:\n{table_of_rows(rows)}")
@@ -83,7 +78,7 @@ def requirements(table: Published, sweep: Sweep) -> Requirements:
         corpora = [str(cell.values[CORPUS_AXIS])] if CORPUS_AXIS in cell.values else table.cells
         for corpus in corpora:
             key = (corpus, cell.config.position.pos_emb)
-            hashes.setdefault(key, set()).update(cell.config.hashes)
+            hashes.setdefault(key, set()).add(cell.config.hash)
     config = sweep.cells[0].config
     length, steps = config.model.seq_length, config.training.train_iters
     facts = {"train_length": length, "step": steps, "part": table.part, "start": None}

@@ -30,7 +30,9 @@ def main(argv: list[str] | None = None) -> int:
     add("--over-training", action="store_true", help=by_step)
     in_bytes = "instead of perplexity, for any tokenizers"
     add("--bits-per-byte", action="store_true", help=in_bytes)
-    add("--markdown", action="store_true", help="the table in Markdown")
+    form = {"dest": "form", "action": "store_const", "default": "text"}
+    add("--markdown", const="markdown", help="the tables in Markdown", **form)
+    add("--latex", const="latex", help="the tables for LaTeX (booktabs)", **form)
     folder = "of a page: a folder for its figures as PNG, SVG and PDF"
     add("--plots", type=Path, metavar="FOLDER", help=folder)
     against = "of a page: what it compares with; default: the first"
@@ -51,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         figures = [name for section in page for name in section.figures]
         print(f"{output}: {len(rows)} rows, {len(figures)} figures")
         return 0
-    how = {"bits_per_byte": options.bits_per_byte, "markdown": options.markdown}
+    how = {"bits_per_byte": options.bits_per_byte, "form": options.form}
     print(table(rows, over_seeds=options.over_seeds, **how))
     for heading, members in sections(rows).items():
         if gains := table_of_gains(members):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron.attention.eager import all_scores
 from megatron.attention.terms import Content, Terms
+from megatron.config.schema import Model
 from megatron.errors import UserError
 from megatron.model.gpt import GPT
 from megatron.model.settings import Architecture, AttentionSettings
@@ -85,18 +86,19 @@ class Subject:
     def gpt(self, backend: str = "auto", layers: int = 2) -> GPT:
         """A small model with the encoding: one for all layers, or one for each if it needs that."""
         positions = [self.position(seed) for seed in range(layers)]
-        model = Architecture(
+        section = Model(
             hidden_size=self.heads * self.head_dim,
             num_layers=layers,
             num_attention_heads=self.heads,
             heads_per_query=positions[0].heads_per_query,
             seq_length=self.train_length,
+            max_position_embeddings=self.train_length,
             init_method_std=0.2,  # large, so that attention is far from uniform
             output_layer_init_method="normal",
         )
         torch.manual_seed(0)
         return GPT(
-            model,
+            Architecture.of(section),
             AttentionSettings(attention_backend=backend),
             positions=positions if positions[0].per_layer else positions[:1],
             vocab=self.vocab,

@@ -62,7 +62,7 @@ def page_of(rows: Sequence[Row], against: str | None = None) -> list[Section]:
     keys = ["checkpoint", *COLUMNS]
     keys = [key for key in keys if any(shown_fact(row, key) for row in rows)]
     lines = {tuple(plain(shown_fact(row, key) or "-") for key in keys): None for row in rows}
-    models = Table([COLUMNS.get(key, key) for key in keys], list(lines))
+    models = Table(keys, list(lines))
     return [*page, Section("Models", "What was measured.", [models])]
 
 

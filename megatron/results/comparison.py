@@ -1,105 +1,60 @@
 """Encodings against one of them, length by length: differences, intervals, claims."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 
 from megatron.errors import UserError
-from megatron.results.labels import axes_of, labels_of, matching, other_differences, select
+from megatron.results.labels import labels_of, other_differences, select
 from megatron.results.row import (
-    BLOCK,
-    PLACE,
-    PROTOCOL_OPTIONS,
     SETTING,
     Row,
     grouped,
-    value_of,
 )
-from megatron.results.statistics import (
-    Estimate,
-    holm,
-    mean_of,
-    mean_of_blocks,
-    mean_over_seeds,
-)
+from megatron.results.statistics import Estimate, holm, mean_of, mean_of_blocks, mean_over_seeds
 from megatron.results.table import mean_and_std, setting
 
 ALPHA = 0.05
 SEEDS = 3  # common seeds that a claim about an encoding needs
-COMPARED = (*SETTING, *(key for key in PLACE if key != "text"))  # runs of a seed may have its own
+PLACES = (*SETTING, "length", "tokens")  # runs of a seed may have their own text
 TARGETS = ("corpus", "part", "split", "tokenizer", "length")  # of two protocols
+FEW = 20  # windows, below which an interval over windows covers less than 95 %
 WORSE, BETTER = "†", "‡"
-# What an interval speaks about: its heading, by whether it is a claim.
-ABOUT = {True: "over seeds", False: "these weights on this text"}
 
 
 @dataclass(frozen=True)
-class TextEstimate:
-    """The mean difference of given weights, and its error over pieces of the text.
+class Difference:
+    """Losses minus others of the same targets, in nats.
 
-    unit: the pieces, "blocks" or "windows"
-    windows: of all texts
-    tokens: scored targets of a piece, on average
+    estimate: the mean over seeds, from SEEDS common seeds on; else of these weights, over the text
+    unit: "seeds", or the pieces of text, "blocks" or "windows"
+    by_seed: the difference of each common seed
     """
 
     estimate: Estimate
     unit: str
-    windows: int
-    tokens: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Paired:
-    """Losses minus others of the same targets, in nats.
-
-    by_seed: the difference of each common seed
-    over_seeds: their mean, from SEEDS common seeds on
-    over_text: the mean difference of these weights on this text
-    reason: why there is no difference over the text
-    """
-
-    by_seed: Mapping[int | None, float] = field(default_factory=dict)
-    over_seeds: Estimate | None = None
-    over_text: TextEstimate | None = None
-    reason: str | None = None
+    by_seed: Mapping[int | None, float]
 
     @property
     def is_claim(self) -> bool:
         """Whether there are seeds enough to speak about the encoding, not only these weights."""
-        return self.over_seeds is not None
-
-    @property
-    def difference(self) -> Estimate | None:
-        """Over seeds if there are enough for a claim, else over the text."""
-        over_text = self.over_text.estimate if self.over_text else None
-        return self.over_seeds or over_text
-
-    @property
-    def unit(self) -> str:
-        """The units of which the difference is a mean: "seeds", "blocks" or "windows"."""
-        return self.over_text.unit if self.over_text and not self.is_claim else "seeds"
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """The 95 % interval of the difference."""
-        return self.difference.interval() if self.difference else None
+        return self.unit == "seeds"
 
     @property
     def seeds_disagree(self) -> bool:
         """Whether the difference has one sign with one seed and the other with another."""
-        differences = self.by_seed.values()
-        return bool(differences) and min(differences) < 0 < max(differences)
+        signs = np.sign([*self.by_seed.values()])
+        return {-1, 1} <= set(signs)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison(Paired):
+class Comparison:
     """An encoding at one length, and its loss minus that of the reference.
 
-    seeds: of all its rows
-    perplexity: mean over seeds; std: over seeds, None for one
-    bits_per_byte: mean over seeds; None if a row has none
+    rows: its rows, one for each seed
+    difference: from the reference, or None and the reason
     p: over seeds, with Holm's correction for all claims of the call
     other_differences: from the reference, beside the encoding
     """
@@ -108,12 +63,20 @@ class Comparison(Paired):
     length: int
     encoding: str
     reference: str
-    seeds: tuple[int | None, ...]
-    perplexity: float | None
-    std: float | None
-    bits_per_byte: float | None
+    rows: Sequence[Row]
+    difference: Difference | None = None
+    reason: str = ""
     p: float | None = None
     other_differences: str = ""
+
+    @property
+    def is_claim(self) -> bool:
+        """Whether the difference is one of encodings."""
+        return self.difference is not None and self.difference.is_claim
+
+    def spread(self, key: str) -> tuple[float | None, float | None]:
+        """The mean of a key of the rows, and its standard deviation over seeds."""
+        return mean_and_std([cast("Mapping[str, Any]", row).get(key) for row in self.rows])
 
     @property
     def mark(self) -> str:
@@ -121,9 +84,9 @@ class Comparison(Paired):
 
         Empty without a claim.
         """
-        if self.over_seeds is None or self.p is None or self.p >= ALPHA:
+        if self.difference is None or self.p is None or self.p >= ALPHA:
             return ""
-        return WORSE if self.over_seeds.mean > 0 else BETTER
+        return WORSE if self.difference.estimate.mean > 0 else BETTER
 
 
 def compared(kinds: Mapping[str, Sequence[Row]], against: str | None = None) -> list[Comparison]:
@@ -136,24 +99,21 @@ def compared(kinds: Mapping[str, Sequence[Row]], against: str | None = None) -> 
 
     Raises UserError if nothing can be paired, or a seed was measured on two texts of one size.
     """
-    protocol = (against or "").partition(", ")[0]
     protocols = {row.get("protocol") for rows in kinds.values() for row in rows}
     comparisons: list[Comparison] = []
-    if against is None:
-        comparisons = _pairs(kinds, next(iter(kinds)), COMPARED)
-    elif protocol not in protocols or matching(against, kinds):
-        comparisons = _pairs(kinds, select(against, kinds), COMPARED)
-    else:
+    if against in protocols:
         for label, rows in kinds.items():
             settings = grouped(rows, SETTING)
             names = [f"{label}, protocol {members[0].get('protocol')}" for members in settings]
-            labels = labels_of(
-                [members[0] for members in settings], PROTOCOL_OPTIONS, (), names=names
-            )
-            by_setting = dict(zip(labels, settings, strict=True))
+            examples = [members[0] for members in settings]
+            labels = labels_of(examples, SETTING, names)
+            by_protocol = dict(zip(labels, settings, strict=True))
             reference = f"{label}, protocol {against}"
-            if matching(reference, by_setting):
-                comparisons += _pairs(by_setting, select(reference, by_setting), TARGETS)
+            if reference in by_protocol:
+                comparisons += _pairs(by_protocol, reference, TARGETS)
+    else:
+        reference = select(against, kinds) if against else next(iter(kinds))
+        comparisons = _pairs(kinds, reference, PLACES)
 
     differing = [pair for pair in comparisons if pair.encoding != pair.reference]
     if differing and not any(pair.difference for pair in differing):
@@ -178,137 +138,81 @@ def _pairs(
     label_of = {id(row): label for label, rows in kinds.items() for row in rows}
     places = grouped([row for rows in kinds.values() for row in rows], keys)
     names = [setting(rows) for rows in places]
-    headings = labels_of([rows[0] for rows in places], ("split", "tokenizer"), (), names=names)
+    headings = labels_of([rows[0] for rows in places], ("split", "tokenizer"), names)
     comparisons = []
     for heading, rows_at_place in zip(headings, places, strict=True):
         rows_of: dict[str, list[Row]] = {}
         for row in rows_at_place:
-            label = label_of[id(row)]
-            members = rows_of.setdefault(label, [])
-            if row.get("seed") in [other.get("seed") for other in members]:
-                raise UserError(
-                    f"{label}: seed {row.get('seed')} was measured on two texts at length"
-                    f" {row['length']} - give the results of one of them"
-                )
-            members.append(row)
+            rows_of.setdefault(label_of[id(row)], []).append(row)
         for label, ours in rows_of.items():
-            perplexity, std = mean_and_std([row["perplexity"] for row in ours])
-            bits_per_byte, _ = mean_and_std([row.get("bits_per_byte") for row in ours])
+            length = ours[0]["length"]
+            if len({row.get("seed") for row in ours}) < len(ours):
+                raise UserError(
+                    f"{label}: a seed was measured on two texts at length {length}"
+                    " - give the results of one of them"
+                )
             pair = Comparison(
-                setting=heading,
-                length=ours[0]["length"],
-                encoding=label,
-                reference=reference,
-                seeds=tuple(row.get("seed") for row in ours),
-                perplexity=perplexity,
-                std=std,
-                bits_per_byte=bits_per_byte,
+                setting=heading, length=length, encoding=label, reference=reference, rows=ours
             )
-            if label != reference and reference in rows_of:
-                theirs = rows_of[reference]
-                difference = paired(ours, theirs, reference)
-                if difference.reason:
-                    difference = Paired(reason=difference.reason)
+            theirs = rows_of.get(reference)
+            if label != reference and theirs is None:
+                pair = replace(pair, reason=f"{reference} was not measured here")
+            elif label != reference and theirs:
+                unlike = other_differences(ours[0], theirs[0])
+                try:
+                    difference = difference_of(ours, theirs)
+                except UserError as reason:
+                    pair = replace(pair, reason=str(reason))
                 else:
-                    axes = axes_of([ours[0], theirs[0]])
-                    unlike = other_differences(ours[0], theirs[0], axes)
-                    pair = replace(pair, other_differences="; ".join(unlike.values()))
-                p = difference.over_seeds and difference.over_seeds.p
-                pair = replace(pair, p=p, **vars(difference))
-            elif ours[0]["loss"] is None or label == reference:
-                refusals = [row.get("reason") for row in ours if row["loss"] is None]
-                pair = replace(pair, reason=next(iter(refusals), None))
-            else:  # the reference has no row here: how does the most similar one differ?
-                differences = [
-                    [key for key in keys if value_of(other, key) != value_of(ours[0], key)]
-                    for other in kinds[reference]
-                ]
-                nearest = min(differences, key=len)
-                reason = f"{reference} was measured with another {' and '.join(nearest)} alone"
-                pair = replace(pair, reason=reason)
+                    pair = replace(
+                        pair,
+                        difference=difference,
+                        p=difference.estimate.p if difference.is_claim else None,
+                        other_differences="; ".join(unlike.values()),
+                    )
             comparisons.append(pair)
     return comparisons
 
 
-def paired(
-    ours: Sequence[Row], theirs: Sequence[Row], reference: str, *, any_text: bool = False
-) -> Paired:
+def difference_of(
+    ours: Sequence[Row], theirs: Sequence[Row], *, any_text: bool = False
+) -> Difference:
     """The difference of rows at one place, of the seeds that both have; of all if none is common.
 
-    reference: the label of `theirs`
     any_text: whether the difference of a seed may be one of two texts
+
+    Raises UserError with the reason if there is none.
     """
+    for row in (*ours, *theirs):
+        if row["loss"] is None:
+            raise UserError(f"{row['pos_emb']}: {row.get('reason') or 'no loss'}")
     theirs_of = {row.get("seed"): row for row in theirs}
     pairs = [(row, theirs_of[row.get("seed")]) for row in ours if row.get("seed") in theirs_of]
     if pairs:
         ours, theirs = zip(*pairs, strict=True)
-    for row in (*ours, *theirs):
-        if row["loss"] is None:
-            return Paired(reason=f"{row['pos_emb']}: {row.get('reason') or 'no loss'}")
     by_seed = {}
-    for row, other in pairs:
-        by_seed[row.get("seed")] = cast(float, row["loss"]) - cast(float, other["loss"])
-    if not any_text and any(row.get("region") != other.get("region") for row, other in pairs):
-        by_seed = {}
-    over_seeds = mean_over_seeds([*by_seed.values()]) if len(by_seed) >= SEEDS else None
-    try:
-        over_text = _over_text(ours, theirs, reference)
-    except UserError as reason:
-        return Paired(by_seed=by_seed, over_seeds=over_seeds, reason=str(reason))
-    return Paired(by_seed=by_seed, over_seeds=over_seeds, over_text=over_text)
-
-
-def _over_text(ours: Sequence[Row], theirs: Sequence[Row], reference: str) -> TextEstimate:
-    """The mean difference block by block if all rows have blocks, else window by window.
-
-    Runs that scored the same targets are averaged first. Raises UserError with the reason if rows
-    are no pairs.
-    """
-    for row in (*ours, *theirs):
-        if not row.get("window_losses") or not row.get("text"):
-            raise UserError(
-                f"{row['pos_emb']}: no losses by window in its results"
-                " - measure it again with evaluate.py"
-            )
-    if {row.get("region") for row in ours} != {row.get("region") for row in theirs}:
+    if any_text or all(row.get("region") == other.get("region") for row, other in pairs):
+        for row, other in pairs:
+            by_seed[row.get("seed")] = cast(float, row["loss"]) - cast(float, other["loss"])
+    if len(by_seed) >= SEEDS:
+        return Difference(mean_over_seeds([*by_seed.values()]), "seeds", by_seed)
+    regions = {row.get("region") for row in (*ours, *theirs)}
+    if len(regions) > 1:
         raise UserError(
-            f"it was scored on other text than {reference}"
-            " - evaluate both on the same data_path, split and lengths"
+            "its rows were scored on other text than the reference's - evaluate both on the same"
+            f" data_path, split and lengths, or {SEEDS} seeds where each seed has its own text"
         )
-    regions = grouped([*ours, *theirs], ["region"])
-    for key, sizes_key in (("block_losses", "block_tokens"), ("window_losses", "window_tokens")):
-        pieces = [
-            {(len(row.get(key) or ()), *(row.get(sizes_key) or ())) for row in members}
-            for members in regions
-        ]
-        if all(len(kinds) == 1 and (0,) not in kinds for kinds in pieces):
-            break
-    else:
-        raise UserError("old rows without losses of blocks - measure them again")
-
-    differences: list[float] = []
-    weights: list[float] = []
-    blocks_of_windows: list[int] = []
-    for first, *_ in regions:
-        means = []
-        for rows in (ours, theirs):
-            members = [row for row in rows if row.get("region") == first.get("region")]
-            means.append(np.mean([row[key] for row in members], axis=0))
-        differences += (means[0] - means[1]).tolist()
-        mean_tokens = first["tokens"] / first["windows"]
-        window_tokens = first.get("window_tokens") or [mean_tokens] * first["windows"]
-        if key == "window_losses":
-            weights += window_tokens
-            continue
-        block_tokens = first.get("block_tokens") or [BLOCK] * len(means[0])
-        weights += block_tokens
-        # A long window holds several blocks; a block may span several short windows.
-        starts = np.cumsum([0, *block_tokens[:-1]])
-        window_of_block = np.searchsorted(np.cumsum(window_tokens), starts, side="right")
-        blocks_that_begin = np.bincount(window_of_block)
-        blocks_of_windows += blocks_that_begin[blocks_that_begin > 0].tolist()
-    windows = sum(members[0]["windows"] for members in regions)
-    if key == "window_losses":
-        return TextEstimate(mean_of(differences, weights), "windows", windows, mean_tokens)
-    estimate = mean_of_blocks(differences, blocks_of_windows, weights)
-    return TextEstimate(estimate, "blocks", windows, float(np.mean(weights)))
+    in_blocks = all(row.get("block_losses") for row in (*ours, *theirs))
+    piece = "block" if in_blocks else "window"  # tasks have no blocks
+    key = f"{piece}_losses"
+    counts = {len(row.get(key) or ()) for row in (*ours, *theirs)}
+    if len(counts) > 1 or 0 in counts:
+        raise UserError("its rows have other windows than the reference's - measure both again")
+    # Runs that scored the same targets are averaged.
+    first, second = (np.mean([row[key] for row in rows], axis=0) for rows in (ours, theirs))
+    weights = ours[0].get(f"{piece}_tokens")
+    if not in_blocks:
+        return Difference(mean_of(first - second, weights), "windows", by_seed)
+    # A long window holds several blocks; a block may span several short windows.
+    windows = ours[0]["windows"] if len(first) % ours[0]["windows"] == 0 else 1
+    return Difference(mean_of_blocks(first - second, weights, windows), "blocks", by_seed)

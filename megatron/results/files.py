@@ -1,9 +1,8 @@
 """Files of results: JSON lines, written whole, read with the file and line of every fault."""
 
-import itertools
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Required, cast
@@ -11,16 +10,15 @@ from typing import Any, Required, cast
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from megatron.errors import CONTROL, UserError
-from megatron.files import read_small, stream, write_output
-from megatron.results.row import BLOCK, Facts, Row, measurement_of, with_facts, with_regions
+from megatron.errors import UserError, control_fault, in_words
+from megatron.files import read_small, write_output
+from megatron.results.row import Facts, Row, measurement_of
 from megatron.strict_json import parse
 
 PICTURES = (".png", ".svg", ".pdf")
 LINES = b'"config_hash"'  # what files of lines have in them
 CHECKSUM = "checksum"  # the last key of a line: part of the file, not of the row
 LARGEST = 1 << 30  # bytes of a file: a log of a million steps has 250 MB
-WHOLE = 2**63  # whole numbers are smaller
 adapter = cache(TypeAdapter)  # of the kinds of lines
 
 
@@ -46,26 +44,13 @@ def write_results(path: Path, rows: Sequence[Row]) -> None:
 
 def existing_results(path: Path) -> list[Row]:
     """The rows of a file; none if it is absent or empty. A device or a pipe is only written."""
-    is_read = path.exists() and not stream(path) and path.stat().st_size > 0
-    return read_rows([path]) if is_read else []
+    return read_rows([path]) if path.is_file() and path.stat().st_size > 0 else []
 
 
 def read_rows(paths: Iterable[str | Path]) -> list[Row]:
-    """The rows of several files, in order; a later row replaces that of the same measurement.
-
-    A row that was measured again outside of its sweep still belongs to the sweep's cell.
-    """
-    rows: dict[tuple, Row] = {}
-    for path in paths:
-        for line in read_lines(Path(path)):
-            row = cast("Row", line)
-            measurement = measurement_of(row)
-            replaced = rows.get(measurement, row)
-            cell = replaced.get("cell")
-            if cell and not row.get("cell"):
-                row = with_facts(row, {"sweep": replaced.get("sweep"), "cell": cell})
-            rows[measurement] = row
-    return with_regions(list(rows.values()))
+    """The rows of several files, in order; a later row replaces that of the same measurement."""
+    rows = [cast("Row", line) for path in paths for line in read_lines(Path(path))]
+    return [*{measurement_of(row): row for row in rows}.values()]
 
 
 def training_log(path: Path) -> list[Record]:
@@ -118,21 +103,20 @@ def checksum(line: Mapping[str, Any]) -> str:
 
 def read_lines(path: Path) -> list[Facts]:
     """The rows of a file, without their checksums; UserError for a fault."""
-    give = "give files of evaluate.py"
     try:
         content = read_small(path, LARGEST)
-    except FileNotFoundError:
-        raise UserError(f"{path}: there is no such results file - evaluate.py writes one") from None
     except OSError as fault:
-        raise UserError(f"{path}: cannot be read ({fault.strerror}) - {give}") from None
+        raise UserError(
+            f"{path}: cannot be read ({fault.strerror}) - give files that evaluate.py wrote"
+        ) from None
     rows = []
     for number, text in enumerate(content.splitlines(), 1):
         try:
             rows.append(facts_of_line(text, Row))
         except ValueError as fault:
             raise UserError(
-                f"{path}, line {number}: is no result of evaluate.py: {fault} - {give}, or remove"
-                " the line and measure it again"
+                f"{path}, line {number}: is no result of evaluate.py: {fault}"
+                " - remove the line and measure it again"
             ) from None
     if not rows:
         raise UserError(f"{path}: is empty - leave it out, or write results with evaluate.py")
@@ -145,66 +129,15 @@ def facts_of_line(text: bytes, kind: type) -> Facts:
     kind: the TypedDict that describes such lines. Keys that it does not know may hold anything.
     """
     facts = parse(text)
-    if not isinstance(facts, dict):
-        raise ValueError("it is no JSON object")
+    try:
+        adapter(kind).validate_python(facts, strict=True)
+    except ValidationError as fault:
+        raise ValueError(in_words(fault)) from None
     if facts.pop(CHECKSUM, None) not in (None, checksum(facts)):
         raise ValueError(
             "it does not agree with its checksum, it was damaged or edited (if you edited it,"
             " remove its key checksum)"
         )
-    for value in _values(facts):
-        if isinstance(value, str) and CONTROL.search(value):
-            raise ValueError(f"it has a control character in {ascii(value)[:60]}")
-        if isinstance(value, int) and abs(value) >= WHOLE:
-            raise ValueError("it has a number of too many digits")
-    try:
-        adapter(kind).validate_python(facts, strict=True)
-    except ValidationError as fault:
-        faults = fault.errors(include_url=False)
-        if missing := [str(each["loc"][0]) for each in faults if each["type"] == "missing"]:
-            raise ValueError(f"it lacks {', '.join(missing)}") from None
-        key, value = faults[0]["loc"][0], ascii(faults[0]["input"])[:40]
-        raise ValueError(f"its {key} is {value}: {faults[0]['msg'].lower()}") from None
-    if kind is Row:
-        _check_counts(facts)
+    if fault := control_fault(facts):
+        raise ValueError(fault)
     return facts
-
-
-def _values(value: Any) -> Iterator[Any]:
-    """Every text and number in a value, keys included. Tables repeat texts on the terminal."""
-    if isinstance(value, dict):
-        yield from value
-        value = list(value.values())
-    if isinstance(value, list):
-        for element in value:
-            yield from _values(element)
-    else:
-        yield value
-
-
-def _check_counts(row: Mapping[str, Any]) -> None:
-    """Raises ValueError for losses that do not fit the targets: intervals count on them."""
-    if row["tokens"] == 0 and not row.get("reason"):  # retrieval: no target was asked
-        raise ValueError("its tokens are 0, not 1 or more")
-    for key in ("perplexity", "accuracy", "token_accuracy"):
-        if row["loss"] is None and row.get(key) is not None:
-            raise ValueError(f"its loss is null, its {key} {row[key]:g}")
-    windows = row["windows"]
-    window_tokens = row.get("window_tokens")
-    blocks = row.get("block_losses") or []
-    block_tokens = row.get("block_tokens") or [BLOCK] * len(blocks)
-    edges = row.get("position_edges") or [0]
-    for key, sizes in (
-        ("window_losses", window_tokens),
-        ("window_accuracies", window_tokens),
-        ("block_losses", block_tokens),
-        ("position_losses", [end - start for start, end in itertools.pairwise(edges)]),
-    ):
-        count = len(row.get(key) or ())
-        fits = count == windows
-        if sizes is not None:
-            fits = count == len(sizes) and min(sizes, default=1) >= 1
-        if count and not fits:
-            raise ValueError(f"its {count} {key} do not fit its windows or their tokens")
-    if blocks and sum(block_tokens) != row["tokens"]:
-        raise ValueError(f"its blocks have {sum(block_tokens)} tokens, the row {row['tokens']}")

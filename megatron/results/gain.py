@@ -1,48 +1,30 @@
 """The gain of far context: losses of the same targets after short and after long windows."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron.results.labels import runs
 from megatron.results.row import Row
-from megatron.results.statistics import Array, Estimate, mean_of, wilson
+from megatron.results.statistics import Array, Estimate, mean_of
 from megatron.results.table import Table
 
 THRESHOLDS = (0.1, 1.0)  # nats
 
 
-@dataclass(frozen=True)
-class Gain:
+class Gain(NamedTuple):
     """What a longer context gives the same targets to one model.
 
     short, long: the rows; gains: loss after the short context minus that after the long one, in
-    nats, [targets] in text order; sizes: targets of each window
+    nats, [targets] in text order; sizes: targets of each window; mean: with windows as the sample
     """
 
     short: Row
     long: Row
     gains: Array
-    sizes: list[int]
-
-    def over_windows(self, values: np.ndarray) -> Estimate:
-        """The mean of values of targets [targets], with windows as the sample."""
-        starts = np.cumsum([0, *self.sizes[:-1]])
-        means = np.add.reduceat(values.astype(np.float64), starts) / self.sizes
-        return mean_of(means, self.sizes)
-
-    def share(self, least: float) -> tuple[float, float, float]:
-        """The fraction of targets with a gain above `least`, and its 95 % interval.
-
-        A negative `least`: with a loss above -least. Windows are the sample.
-        """
-        hits = self.gains > least if least >= 0 else self.gains < least
-        estimate = self.over_windows(hits)
-        interval = estimate.interval()
-        if interval is None or not estimate.stderr:  # too few windows, or all have the same share
-            interval = wilson(estimate.mean, len(self.sizes))
-        return estimate.mean, max(0.0, interval[0]), min(1.0, interval[1])
+    sizes: Array
+    mean: Estimate
 
 
 def gains_of(rows: Sequence[Row]) -> list[Gain]:
@@ -51,14 +33,18 @@ def gains_of(rows: Sequence[Row]) -> list[Gain]:
     gains = []
     for long in measured[1:]:
         short = measured[0]
-        losses = [row.get("token_losses", []) for row in (short, long)]
-        count = min(map(len, losses))
-        windows = long.get("window_tokens") or [long["tokens"] // long["windows"]] * long["windows"]
-        ends = np.cumsum(windows)
-        whole = int(np.searchsorted(ends, count, side="right"))
-        if long.get("region") == short.get("region") and whole:
-            after_short, after_long = (np.array(row[: ends[whole - 1]]) for row in losses)
-            gains.append(Gain(short, long, after_short - after_long, windows[:whole]))
+        after_short, after_long = (np.array(row.get("token_losses")) for row in (short, long))
+        if long.get("region") != short.get("region") or len(after_short) != len(after_long):
+            continue
+        difference = after_short - after_long
+        windows = long["windows"]
+        starts = np.cumsum(
+            [0, *(long.get("window_tokens") or [long["tokens"] // windows] * windows)]
+        )
+        starts = starts[starts < len(difference)]
+        sizes = np.diff([*starts, len(difference)])
+        mean = mean_of(np.add.reduceat(difference, starts) / sizes, sizes)
+        gains.append(Gain(short, long, difference, sizes, mean))
     return gains
 
 
@@ -70,20 +56,18 @@ def table_of_gains(rows: Sequence[Row]) -> Table | None:
     for label, members in runs(rows).items():
         for gain in gains_of(members):
             context = f"{gain.short['length']} to {gain.long['length']}"
-            mean = gain.over_windows(gain.gains)
-            text = f"{mean.mean:+z.4f}"
-            if interval := mean.interval():
-                text = "{} [{:+z.4f}, {:+z.4f}]".format(text, *interval)
-            line = [label, context, f"{len(gain.gains):,}", text]
+            mean = f"{gain.mean.mean:+z.4f}"
+            if interval := gain.mean.interval():
+                mean = "{} [{:+z.4f}, {:+z.4f}]".format(mean, *interval)
+            line = [label, context, f"{len(gain.gains):,}", mean]
             for least in THRESHOLDS:
-                for sign in (1, -1):
-                    share, low, high = (f"{100 * bound:.1f}" for bound in gain.share(sign * least))
-                    line.append(f"{share} % [{low}, {high}]")
+                for change in (gain.gains, -gain.gains):
+                    line.append(f"{100 * (change > least).mean():.1f} %")
             lines.append(line)
     if not lines:
         return None
     notes = [
         "gain: loss after the shorter window minus loss after the longer one, in nats, of the same"
-        " targets; shares of targets with 95 % intervals over windows, about these weights"
+        " targets; its 95 % interval is over windows, about these weights"
     ]
     return Table(head, lines, notes, title="gain by far context")

@@ -4,7 +4,7 @@ Each .yml in the folder `published` is one table, with where its numbers were re
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, StringConstraints
 from megatron.errors import UserError, did_you_mean, in_words
 from megatron.files import read_small
 from megatron.results.row import ATTENTION_INPUTS, CORPUS_AXIS, Row, cell_of, value_of
-from megatron.results.table import in_columns, mean_and_std, variant_of
+from megatron.results.table import PERPLEXITY, Table, mean_and_std, shared_values, with_spread
 from megatron.strict_yaml import parse
 
 TABLES = Path(__file__).parent / "published"
@@ -99,7 +99,7 @@ class Requirements:
 class Cell:
     """One cell of a table.
 
-    by_seed: our values; empty if there are no rows or all are refused
+    by_seed: our value for each seed; empty if there are no rows or all are refused
     refused: reasons why rows are not taken
     """
 
@@ -107,13 +107,13 @@ class Cell:
     encoding: str
     length: int
     paper: Number
-    by_seed: dict[int | None, list[float]] = field(default_factory=dict)
-    refused: dict[str, None] = field(default_factory=dict)
+    by_seed: dict[int | None, float] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
 
     @property
     def ours(self) -> list[float]:
-        """One value for each seed; a seed with two rows has none."""
-        return [values[0] for values in self.by_seed.values() if len(values) == 1]
+        """One value for each seed."""
+        return [*self.by_seed.values()]
 
     def difference(self, seeds: int | None) -> tuple[float | None, float | None]:
         """Our mean minus the paper's, and that in standard errors; None where it is unknown.
@@ -143,38 +143,34 @@ def compare(table: Published, rows: Sequence[Row], required: Requirements) -> li
         cell = cells.get((corpus, row["pos_emb"], row["length"]))
         if cell is None or row.get("protocol") != table.protocol:
             continue
-        if reason := refusal(row, table, required, required.hashes.get((corpus, row["pos_emb"]))):
-            cell.refused[reason] = None
-            continue
         seed = row.get("seed")
-        values = cell.by_seed.setdefault(seed, [])
-        values.append(value_of(row, table.quantity))
-        if len(values) == 2:
-            cell.refused[f"seed {seed} has several rows: give the results of one run"] = None
+        reason = refusal(row, table, required, required.hashes.get((corpus, row["pos_emb"]), set()))
+        if reason is None and seed in cell.by_seed:
+            reason = f"seed {seed} has several rows: give the results of one run"
+        if reason is None:
+            cell.by_seed[seed] = value_of(row, table.quantity)
+        elif reason not in cell.refused:
+            cell.refused.append(reason)
     return [*cells.values()]
 
 
-def refusal(
-    row: Row, table: Published, required: Requirements, hashes: Collection[str] | None
-) -> str | None:
+def refusal(row: Row, table: Published, required: Requirements, hashes: set[str]) -> str | None:
     """Why a row does not answer the table's question, or None."""
     for key, value in required.facts.items():
         if row.get(key) != value:
             return f"{key} is {row.get(key)}, the table's is {value}"
-    if changed := variant_of([row], ATTENTION_INPUTS):
+    if changed := shared_values([row], ATTENTION_INPUTS):
         return f"it was evaluated with {', '.join(changed)}"
-    if row["config_hash"] not in (hashes or ()):
+    if row["config_hash"] not in hashes:
         return (
             f"configuration {row['config_hash']} is none of the sweep's:"
             " another size, recipe or text"
         )
-    corpus_tokens = row.get("corpus_tokens")
-    if corpus_tokens is None:
-        return "the size of its corpus is not known: run the sweep where the data are"
+    corpus_tokens = row.get("corpus_tokens") or 0
     if corpus_tokens < required.tokens:
         has, reads = f"{corpus_tokens / 1e6:,.0f}", f"{required.tokens / 1e6:,.0f}"
         return (
-            f"its corpus has {has} million tokens, training reads {reads}:"
+            f"its corpus has {has} million tokens (0: not known), training reads {reads}:"
             " a stand-in, not the paper's"
         )
     if value_of(row, table.quantity) is None:
@@ -184,36 +180,24 @@ def refusal(
 
 def render(table: Published, cells: Sequence[Cell]) -> str:
     """The table as text; beneath it the reasons of refusals, and the table's caveats."""
-    body: list[Sequence[str]] = [TABLE_HEAD]
-    refused: dict[str, list[str]] = {}
+    body, refused = [], {}
     for cell in cells:
         place = [cell.corpus, cell.encoding, str(cell.length)]
         for reason in cell.refused:
             refused.setdefault(reason, []).append(" ".join(place))
-        digits, paper = ["0.00"], cell.paper
-        if not isinstance(paper, str):
-            digits = [str(number) for number in paper]
-            paper = " ± ".join(digits)
-        seeds, words = "", "refused" if cell.refused else "missing"
-        mean, std = mean_and_std(cell.ours)
-        if mean is not None:  # with as many decimals as the paper's
-            seeds = str(len(cell.ours))
-            decimals = [len(number.partition(".")[2]) for number in digits]
-            words = f"{mean:.{decimals[0]}f}"
-            if std is not None:
-                words += f" ± {std:.{decimals[-1]}f}"
+        paper = cell.paper if isinstance(cell.paper, str) else " ± ".join(map(str, cell.paper))
+        ours = "refused" if cell.refused else "missing"
+        if cell.ours:
+            ours = with_spread(PERPLEXITY.form, *mean_and_std(cell.ours))
         difference, errors = cell.difference(table.seeds)
         numbers = ["" if difference is None else f"{difference:+.4g}"]
         numbers.append("" if errors is None else f"{errors:+.1f}")
-        body.append([*place, paper, words, seeds, *numbers])
-
-    lines = [f"{table.paper}: {table.quantity}", table.provenance, ""]
-    if cells:
-        lines += in_columns(body)
+        body.append([*place, paper, ours, str(len(cell.ours) or ""), *numbers])
     answered = sum(bool(cell.ours) for cell in cells)
-    lines += ["", f"{answered} of {len(cells)} cells have our numbers"]
+    notes = [f"{answered} of {len(cells)} cells have our numbers"]
     for reason, places in refused.items():
         more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
-        lines.append(f"refused: {reason} ({', '.join(places[:SHOWN])}{more})")
-    lines += [f"caveat: {caveat}" for caveat in table.caveats]
-    return "\n".join(lines)
+        notes.append(f"refused: {reason} ({', '.join(places[:SHOWN])}{more})")
+    notes += [f"caveat: {caveat}" for caveat in table.caveats]
+    title = f"{table.paper}: {table.quantity}\n{table.provenance}\n"
+    return Table(TABLE_HEAD, body, ["", *notes], title).text()

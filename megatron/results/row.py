@@ -1,8 +1,8 @@
 """The result row: what each key means, what identifies it, and which rows belong together.
 
-A line of a results file is a `Row`. Its keys stand in groups by their role. Identity, labels
-(labels.py), notes and columns follow from these groups, so a new option of a measurement or of a
-protocol is part of every row's identity and of every label.
+A line of a results file is a `Row`. Its keys stand in groups by their role. Identity and labels
+(labels.py) follow from these groups, so a new option of a measurement or of a protocol is part of
+every row's identity and of every label.
 """
 
 import json
@@ -12,7 +12,6 @@ from typing import Annotated, Any, Required, TypeVar, cast
 from pydantic import Field
 from typing_extensions import TypedDict  # pydantic checks rows by these types
 
-from megatron.protocols import BLOCK as BLOCK
 from megatron.protocols import OPTIONS, TASK
 
 Facts = dict[str, Any]  # some keys of a row
@@ -25,9 +24,8 @@ ENCODING_AXIS = (
 )
 DRAWN = ("paper", TASK)  # protocols whose windows are drawn, others for each length
 TRAINED = "trained "  # before the name of an axis that evaluation may change, such as window
-# Options of protocols that are keys of rows, by their role.
-SETTING_OPTIONS = [name for name, option in OPTIONS.items() if option.row == "setting"]
-PLACE_OPTIONS = [name for name, option in OPTIONS.items() if option.row == "place"]
+# Options of protocols that are keys of rows.
+PROTOCOL_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.row != "none")
 
 
 class Variant(TypedDict, total=False):
@@ -45,7 +43,7 @@ class Variant(TypedDict, total=False):
     dtype: str  # of the model's matrices
 
 
-OPTION_TYPES = {name: OPTIONS[name].kind for name in (*SETTING_OPTIONS, *PLACE_OPTIONS)}
+OPTION_TYPES = dict.fromkeys(PROTOCOL_OPTIONS, int)
 ProtocolOptions = TypedDict("ProtocolOptions", OPTION_TYPES, total=False)  # pyright: ignore
 
 
@@ -132,7 +130,7 @@ class Row(Question, Pieces, Answers, Collected, total=False):
     text: str  # 16 hex digits of the scored targets
     tokens: Required[Annotated[int, Field(ge=0)]]  # scored targets
     # 16 hex digits of the scored targets, by token and place in the corpus, in reading order: equal
-    # for rows of any length and protocol that score the same ones. Older files lack it.
+    # for rows of any length and protocol that score the same ones.
     region: str
 
     # The numbers.
@@ -152,40 +150,30 @@ class Row(Question, Pieces, Answers, Collected, total=False):
 
 
 VARIANT = tuple(Variant.__annotations__)
-SETTING = (*Setting.__annotations__, *SETTING_OPTIONS)
-PLACE = ("length", "text", "tokens", *PLACE_OPTIONS)
-PROTOCOL_OPTIONS = ("task_args", *PLACE_OPTIONS, *SETTING_OPTIONS)
-PIECES = tuple(Pieces.__annotations__)
-BYTES = ("bytes", "bytes_from", "bits_per_byte")
+SETTING = (*Setting.__annotations__, *PROTOCOL_OPTIONS)
 EXACT, MEAN = "tokenizer", "card"  # values of bytes_from
 # What widens or narrows attention. Every row has a dtype, so it is no change to report.
 ATTENTION_INPUTS = tuple(key for key in VARIANT if key != "dtype")
-# How a missing value of a variant reads: a switch is off, a number is none. A dtype is unknown.
-DEFAULTS = {key: "off" if Variant.__annotations__[key] is bool else "none" for key in VARIANT}
-DEFAULTS.pop("dtype")
+# How a missing value of a variant reads: a switch is off, a number is none. Labels leave these out.
+USUAL = {key: "off" if kind is bool else "none" for key, kind in Variant.__annotations__.items()}
+USUAL["dtype"] = "float32"
+FROM_SCRATCH = {"trained_on": "one corpus", "parent_model": "none"}  # what no value means
 
-# The one list of what makes measurements different, beside the encoding and the length, which have
-# a place of their own in tables. Labels keep its order: what was measured stands first, the axes of
-# sweeps and bookkeeping last. EXPLAINS: words for what the hash of a configuration contains.
-# SHOWN_IF_SET: what a row has only where the model differs from the default. It stands beside the
-# text where all rows share it, else in labels, and has a column in the table of models.
+# What makes measurements different, beside the encoding and the length, in the order of labels:
+# the model and how it was evaluated, its seed, the text and the protocol, and bookkeeping.
+# A row has the keys of SHOWN_IF_SET only where the model differs from the default.
 SHOWN_IF_SET = (
     *("layer_kinds", "linear_pos_emb", "attention_gate", "softmax_type"),
     "optimizer_type",
 )
 OF_TRAINING = ("train_length", "step", "windows_per_step", "trained_on", "parent_model")
-EXPLAINS = {"pos_emb_args", "sweep", *SHOWN_IF_SET, *OF_TRAINING} - {"step"}
-BOOKKEEPING = ("sweep", "config_hash", "checkpoint", "tokens", *PLACE_OPTIONS, "text")
-_OF_MODEL = ("bos_token", *SHOWN_IF_SET, *OF_TRAINING)
-LABELS = ("pos_emb_args", *VARIANT, *_OF_MODEL, "seed", *SETTING, *BOOKKEEPING)
-RUN = ("pos_emb", *(key for key in LABELS if key not in (*EXPLAINS, *PLACE)))
-KIND_LABELS = tuple(key for key in LABELS if key not in ("seed", *SETTING, *PLACE))
-KIND = ("pos_emb", *(key for key in KIND_LABELS if key not in ("config_hash", "checkpoint")))
-TEXT_LABELS = tuple(key for key in LABELS if key in (*SETTING, *PLACE))
-USUAL = {**DEFAULTS, "dtype": "float32"}  # values that a label need not name
-FROM_SCRATCH = {"trained_on": "one corpus", "parent_model": "none"}  # what no value means
+KIND = ("pos_emb_args", *VARIANT, "bos_token", *SHOWN_IF_SET, *OF_TRAINING)
+PLACE = ("tokens", "text")
+BOOKKEEPING = ("sweep", "config_hash", "checkpoint")
+# Equal for rows of one line of a table. The hash of a configuration stands for the model.
+RUN = ("pos_emb", "config_hash", "checkpoint", "bos_token", "step", "seed", *VARIANT, *SETTING)
 
-# How the notes beneath a table write a key, and the headings of a table of runs.
+# How the notes beneath a table write a key, and the columns of a table of models.
 NOTES = {
     "step": "step {}",
     "trained_on": "trained on {}",
@@ -197,24 +185,10 @@ NOTES = {
     "device": "on {}",
     "commit": "commit {}",
 }
-COLUMNS = {
-    "pos_emb": "pos_emb",
-    "pos_emb_args": "options",
-    "layer_kinds": "layers",
-    "linear_pos_emb": "positions of states",
-    "attention_gate": "gate",
-    "softmax_type": "softmax",
-    "optimizer_type": "optimizer",
-    "dtype": "dtype",
-    "train_length": "trained at",
-    "step": "step",
-    "trained_on": "trained on",
-    "parent_model": "from",
-    "seed": "seed",
-    "tokenizer": "tokenizer",
-    "config_hash": "config",
-    "commit": "commit",
-}
+COLUMNS = (
+    *("pos_emb", "pos_emb_args", *SHOWN_IF_SET, "dtype", "train_length", "step", "trained_on"),
+    *("parent_model", "seed", "tokenizer", "config_hash", "commit"),
+)
 
 AnyQuestion = TypeVar("AnyQuestion", bound=Question)
 
@@ -225,7 +199,8 @@ AnyQuestion = TypeVar("AnyQuestion", bound=Question)
 def value_of(row: Question, key: str) -> Any:
     """The value that a row has in fact, of a key or of an axis of its sweep, or None if unknown.
 
-    A window of train_length is that many tokens. An axis that repeats the corpus has no value.
+    A window of train_length is that many tokens. An axis that repeats the corpus has no value, nor
+    has a stride that is half of the window, as usual.
     """
     if key not in Row.__annotations__:
         value = cell_of(row).get(key.removeprefix(TRAINED))
@@ -235,8 +210,10 @@ def value_of(row: Question, key: str) -> Any:
     value = row.get(key)
     if key == "window" and value == "train_length":
         return row.get("train_length") or value
+    if key == "stride" and value and 2 * value == row.get("length"):
+        return None
     if value is None or value is False:
-        return DEFAULTS.get(key)
+        return USUAL.get(key)
     return value
 
 
@@ -264,25 +241,19 @@ def identity(row: Question, keys: Iterable[str]) -> tuple[Hashable, ...]:
     )
 
 
-def run_of(row: Question) -> tuple[Hashable, ...]:
-    """Model, variant and setting: equal for two rows of the same line of a table."""
-    return identity(row, RUN)
-
-
 def measurement_of(row: Row) -> tuple[Hashable, ...]:
     """The run and the scored targets: equal for a row and its repetition."""
-    return identity(row, (*RUN, *PLACE))
+    return identity(row, (*RUN, "length", *PLACE))
 
 
 def agrees(row: Mapping[str, Any], question: Mapping[str, Any]) -> bool:
     """Whether a row has every fact of a question, so that it is its answer."""
-    if not question.keys() <= row.keys():
-        return False
     for key, value in question.items():
-        values = [row[key], value]
         if key in VARIANT:
-            values = [value_of(cast("Question", facts), key) for facts in (row, question)]
-        if values[0] != values[1]:
+            value, answer = (value_of(cast("Question", facts), key) for facts in (question, row))
+        else:
+            answer = row.get(key)
+        if key not in row or answer != value:
             return False
     return True
 
@@ -302,12 +273,6 @@ def shown_fact(row: Question, key: str) -> Any:
     return None if key == "seed" and "origin" in row else row.get(key)
 
 
-def seed_in_words(row: Question) -> str:
-    """Such as ", seed 1234"; empty if there is none."""
-    seed = shown_fact(row, "seed")
-    return "" if seed is None else f", seed {seed}"
-
-
 def trained_length(row: Question) -> int | None:
     """The tokens of a window in training; None before the first update, or if it is unknown."""
     return row.get("train_length") if row["step"] > 0 else None
@@ -321,57 +286,28 @@ def with_facts(row: AnyQuestion, facts: Mapping[str, Any]) -> AnyQuestion:
 # --- Rows together ---
 
 
-def grouped(
-    rows: Sequence[AnyQuestion], keys: Iterable[str], extra: Sequence[Hashable] = ()
-) -> list[list[AnyQuestion]]:
-    """Rows with equal values of some keys or axes, in the order of their first rows.
-
-    extra: a further value of each row
-    """
+def grouped(rows: Iterable[AnyQuestion], keys: Iterable[str]) -> list[list[AnyQuestion]]:
+    """Rows with equal values of some keys or axes, in the order of their first rows."""
     groups: dict[Hashable, list[AnyQuestion]] = {}
     keys = tuple(keys)
-    for number, row in enumerate(rows):
-        values = (*identity(row, keys), *extra[number : number + 1])
-        groups.setdefault(values, []).append(row)
+    for row in rows:
+        groups.setdefault(identity(row, keys), []).append(row)
     return list(groups.values())
 
 
-def with_regions(rows: Sequence[Row]) -> list[Row]:
-    """Rows of any age, each with its region.
-
-    Older rows have only a hash of the targets' tokens, `text`. Their region is that of a newer row
-    of the same tokens, or else this hash; without a hash, the number of targets.
-    """
-    tokens = [row.get("text") or str(row["tokens"]) for row in rows]
-    regions = dict(zip(tokens, tokens, strict=True))
-    for key, row in zip(tokens, rows, strict=True):
-        if row.get("region", key) != key:
-            regions[key] = row.get("region", key)
-    migrated = []
-    for key, row in zip(tokens, rows, strict=True):
-        region = row.get("region", key)
-        migrated.append(with_facts(row, {"region": regions[key] if region == key else region}))
-    return migrated
-
-
-def by_text(rows: Sequence[Row], keys: Iterable[str] = SETTING) -> list[list[Row]]:
+def by_text(rows: Sequence[Row], keys: Sequence[str] = SETTING) -> list[list[Row]]:
     """Rows of one setting and one text each: only their numbers stand in one table or figure.
 
     keys: the setting; without the tokenizer for numbers that can be compared between tokenizers
 
-    Rows of one setting have one text if they have one region for each tokenizer. In `paper` and
-    `task` windows are drawn for each length, in `paper` for each seed: as many of them are one
-    text, with a region for each. If not, rows of one region have one text.
+    One text is one region. `paper` and `task` draw windows for each length, `paper` for each seed:
+    there as many windows are one text.
     """
-    layouts: list[Hashable] = []
-    for row in rows:
-        stride = row.get("stride") or 0
-        usual = None if 2 * stride == row["length"] else stride
-        layouts.append(row["windows"] if row.get("protocol") in DRAWN else usual)
     texts = []
-    for group in grouped(rows, keys, layouts):
-        drawn_for = {"paper": ("length", "seed"), TASK: ("length",)}
-        place = ["tokenizer", *drawn_for.get(group[0].get("protocol", ""), ())]
-        one_text = len(grouped(group, [*place, "region"])) == len(grouped(group, place))
-        texts += [group] if one_text else grouped(group, ["region"])
+    for group in grouped(rows, keys):
+        is_drawn = group[0].get("protocol") in DRAWN
+        if "tokenizer" in keys:
+            texts += grouped(group, ["windows" if is_drawn else "region"])
+        else:
+            texts.append(group)
     return texts

@@ -15,6 +15,7 @@ Array = NDArray[np.float64]
 FEWEST = 3  # values that an error is computed from
 POWER = 0.8  # of a sample that suffices
 MOST = 1_000_000  # values of a sample that is worth a number
+CERTAIN = 30  # standard errors that any sample finds
 LIKE_NORMAL = 400  # degrees of freedom: with more, Student's t hardly changes
 
 
@@ -22,16 +23,13 @@ LIKE_NORMAL = 400  # degrees of freedom: with more, Student's t hardly changes
 class Estimate:
     """A mean and its error.
 
-    df: degrees of freedom of the error; n: values; block: neighbouring values that are batched for
-    the error; n_eff: independent values that would have the same error
+    df: degrees of freedom of the error; n: values
     """
 
     mean: float
     stderr: float | None
     df: int
     n: int
-    block: int
-    n_eff: float | None
 
     def interval(self) -> tuple[float, float] | None:
         """Student's interval of 95 % around the mean, or None if there are too few values."""
@@ -59,53 +57,40 @@ def mean_of(values: ArrayLike, weights: ArrayLike | None = None) -> Estimate:
     """
     mean, deviation = _mean_and_deviations(values, weights)
     n = len(deviation)
-    block = block_length(n)
     if n < FEWEST:
-        return Estimate(mean, None, 0, n, block, None)
+        return Estimate(mean, None, 0, n)
+    block = block_length(n)
     batches = np.convolve(deviation, np.ones(block), mode="valid") / block  # overlapping
-    scale = n * block / ((n - block + 1) * (n - block))
-    long_run = float(scale * (batches**2).sum())
-    return _estimate(mean, long_run, df_of_batches(n), n, block, deviation.var(ddof=1))
+    scale = block / ((n - block + 1) * (n - block))
+    return Estimate(mean, math.sqrt(scale * float((batches**2).sum())), df_of_batches(n), n)
 
 
 def mean_of_blocks(
-    values: ArrayLike, sizes: Sequence[int], weights: ArrayLike | None = None
+    values: ArrayLike, weights: ArrayLike | None = None, windows: int = 1
 ) -> Estimate:
-    """The weighted mean of values of blocks [blocks] in text order, such as differences in loss.
+    """The weighted mean of values of blocks [n] in text order, such as differences in loss.
 
-    sizes: blocks of each window [windows]
+    windows: that hold n / windows of the blocks each; 1 if they hold different numbers
 
     The error is the larger of two, each with the interval of its own degrees of freedom. One allows
     for neighbours that correlate: slow cosine waves over the whole text measure how much its mean
     fluctuates (Lazarus, Lewis, Stock and Watson 2018). The other allows for what all blocks of a
     window share: the spread of the sums of windows. A difference that depends on the position
-    within the window is no error; it counts in neither where all windows have the same size.
+    within the window is no error; it counts in neither.
     """
     mean, deviation = _mean_and_deviations(values, weights)
     n = len(deviation)
     if n < FEWEST:
-        return Estimate(mean, None, 0, n, 1, None)
-    shape = len(sizes), sizes[0]  # windows, blocks of a window
-    if any(size != sizes[0] for size in sizes):
-        shape = 1, n  # one window of all blocks
-    amplitudes = slow_waves(*shape).T @ deviation  # [waves]
-    long_run = float((amplitudes**2).mean())
+        return Estimate(mean, None, 0, n)
+    amplitudes = slow_waves(windows, n // windows).T @ deviation  # [waves]
     df = len(amplitudes)
-
-    if 1 < len(sizes) < n:
-        # n times the variance of the mean, from independent windows.
-        between_df = len(sizes) - 1
-        sums = np.add.reduceat(deviation, np.cumsum([0, *sizes[:-1]]))  # [windows]
-        between = float(len(sizes) / between_df * (sums**2).sum() / n)
-        width = t_quantile(0.975, df) * math.sqrt(long_run)
-        if t_quantile(0.975, between_df) * math.sqrt(between) > width:
-            long_run, df = between, between_df
-
-    # The variance of single blocks, around the mean of their position where windows repeat it.
-    variance = deviation.var(ddof=1)
-    if min(shape) > 1:
-        variance = deviation.reshape(shape).var(axis=0, ddof=1).mean()
-    return _estimate(mean, long_run, df, n, 1, variance)
+    stderr = math.sqrt(float((amplitudes**2).mean()) / n)
+    if 1 < windows < n:
+        sums = deviation.reshape(windows, -1).sum(axis=1)
+        between = math.sqrt(windows / (windows - 1) * float((sums**2).sum())) / n
+        if t_quantile(0.975, windows - 1) * between > t_quantile(0.975, df) * stderr:
+            stderr, df = between, windows - 1
+    return Estimate(mean, stderr, df, n)
 
 
 def _mean_and_deviations(values: ArrayLike, weights: ArrayLike | None) -> tuple[float, Array]:
@@ -116,19 +101,9 @@ def _mean_and_deviations(values: ArrayLike, weights: ArrayLike | None) -> tuple[
     return mean, w * (x - mean) / w.mean()
 
 
-def _estimate(
-    mean: float, long_run: float, df: int, n: int, block: int, variance: float
-) -> Estimate:
-    """variance: of one value; long_run: n times the variance of the mean"""
-    n_eff = float(n) if long_run <= 0 else min(float(n), n * float(variance) / long_run)
-    return Estimate(mean, math.sqrt(long_run / n), df, n, block, n_eff)
-
-
 @lru_cache(maxsize=16)
 def slow_waves(windows: int, in_window: int) -> Array:
-    """Slow cosine waves over n blocks: [n = windows · in_window, waves].
-
-    in_window: blocks of a window
+    """Slow cosine waves over n values: [n = windows · in_window, waves].
 
     The waves are orthogonal to each other, to a constant and, with several windows, to everything
     that repeats from window to window. Their number is 0.3 n^(2/3), and all are slower than a
@@ -136,8 +111,8 @@ def slow_waves(windows: int, in_window: int) -> Array:
     several blocks, for which 0.3 covers better (docs/evaluation.md).
     """
     n = windows * in_window
-    repeats = windows > 1 and in_window > 1
     count = max(1, round(0.3 * n ** (2 / 3)))
+    repeats = windows > 1 and in_window > 1
     if repeats:
         count = min(count, 2 * windows - 1)
     middles = (np.arange(n) + 0.5) / n
@@ -146,17 +121,13 @@ def slow_waves(windows: int, in_window: int) -> Array:
         by_window = waves.reshape(windows, in_window, count)
         waves = (by_window - by_window.mean(axis=0)).reshape(n, count)
     orthogonal, _ = np.linalg.qr(waves)
-    orthogonal.flags.writeable = False  # shared by all callers
     return orthogonal
 
 
 def mean_over_seeds(values: ArrayLike) -> Estimate:
     """The mean of independent values, one for each seed."""
     x = np.asarray(values, dtype=np.float64)
-    n = len(x)
-    if n == 1:
-        return Estimate(float(x[0]), None, 0, n, 1, None)
-    return Estimate(float(x.mean()), float(scipy.stats.sem(x)), n - 1, n, 1, float(n))
+    return Estimate(float(x.mean()), float(scipy.stats.sem(x)), len(x) - 1, len(x))
 
 
 def block_length(n: int) -> int:
@@ -217,15 +188,11 @@ def values_needed(estimate: Estimate, distance: float, level: float, unit: str) 
         elif unit == "blocks":
             df = math.floor((estimate.df + 1) * times ** (2 / 3)) - 1
         df = max(1, min(df, LIKE_NORMAL))
-        shift = shift_of_one * math.sqrt(times)  # of the noncentral t
+        shift = min(shift_of_one * math.sqrt(times), CERTAIN)  # of the noncentral t
         return scipy.stats.nct.sf(t_quantile(1 - level, df), df, shift) >= POWER
 
-    most = FEWEST
-    while not suffices(most):
-        most *= 2
-        if most > MOST:
-            return None
-    return FEWEST + bisect_left(range(FEWEST, most), True, key=suffices)
+    needed = bisect_left(range(MOST), True, lo=FEWEST, key=suffices)
+    return needed if needed < MOST else None
 
 
 def perplexity_of(loss: float) -> float | None:
@@ -263,15 +230,3 @@ def half_octaves(edges: Sequence[int], values: Sequence[float]) -> tuple[list[fl
     sizes = np.add.reduceat(widths, firsts)
     means = np.add.reduceat(widths * values, firsts) / sizes
     return (starts[firsts] + sizes / 2).tolist(), means.tolist()
-
-
-def wilson(mean: float, n: int) -> tuple[float, float]:
-    """Wilson's score interval of 95 % of a fraction (1927): (low, high), within 0 and 1.
-
-    mean: of n independent values from 0 to 1. Values between 0 and 1 vary less than successes and
-    failures of the same mean, so for them the interval is wider than need be.
-    """
-    z2 = float(scipy.special.ndtri(0.975)) ** 2 / n
-    shrunk = (mean + z2 / 2) / (1 + z2)
-    half = math.sqrt(z2 * (mean * (1 - mean) + z2 / 4)) / (1 + z2)
-    return max(0.0, shrunk - half), min(1.0, shrunk + half)

@@ -7,7 +7,6 @@ import pytest
 
 from megatron.results.comparison import compared
 from megatron.results.labels import kinds
-from megatron.results.row import with_regions
 
 
 def rows(pos_emb, perplexities, **facts):
@@ -27,8 +26,9 @@ def rows(pos_emb, perplexities, **facts):
     for length, perplexity in perplexities.items():
         loss = None if perplexity is None else math.log(perplexity)
         numbers = {"length": length, "windows": 8192 // length, "loss": loss}
-        measured.append({**shared, **numbers, "perplexity": perplexity, **facts})
-    return with_regions(measured)
+        row = {**shared, **numbers, "perplexity": perplexity, **facts}
+        measured.append({"region": row.get("text", str(row["tokens"])), **row})
+    return measured
 
 
 TWO = rows("mep_free", {512: 12.314, 1024: 12.1}) + rows(

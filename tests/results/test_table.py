@@ -24,7 +24,7 @@ def test_the_table_has_a_line_per_encoding_a_column_per_length_and_the_protocol_
         "mep_free: config ab12cd34ef56\n"
         "rotary: config 0123456789ab"
     )
-    assert table([*TWO, *rows("a|b", {512: 9.0})], markdown=True).startswith(
+    assert table([*TWO, *rows("a|b", {512: 9.0})], form="markdown").startswith(
         "perplexity on stdlib valid, 8,192 tokens (16 x 512 to 8 x 1024), protocol equal_tokens\n"
         "\n"
         "| pos_emb | 512\\* | 1024 |\n"
@@ -34,6 +34,17 @@ def test_the_table_has_a_line_per_encoding_a_column_per_length_and_the_protocol_
         "| a\\|b | 9.00 |  |\n"
         "\n"
     )
+    *_, comment = table(TWO, form="latex").splitlines()
+    assert comment == "% rotary: config 0123456789ab"
+    seeds = rows("a_b", {512: 9.0}, seed=1) + rows("a_b", {512: 10.0}, seed=2)
+    assert table(seeds, form="latex", over_seeds=True).splitlines()[1:7] == [
+        r"\begin{tabular}{lrr}",
+        r"\toprule",
+        r"pos\_emb & seeds & 512* \\",
+        r"\midrule",
+        r"a\_b & 2 & 9.50 $\pm$ 0.71 \\",
+        r"\bottomrule",
+    ]
 
 
 def test_rows_of_several_texts_or_protocols_have_a_table_each():
@@ -68,8 +79,7 @@ def test_what_a_reader_must_know_of_numbers_is_noted():
     assert note not in table(TWO)
     assert "512*" not in table([row | {"step": 0} for row in TWO]), "it was not trained yet"
     longer = rows("alibi", {512: 9.0, 1024: 8.0}, train_length=1024)
-    stars = "* training length 512 of mep_free; rotary\n* training length 1024 of alibi\n"
-    assert f"\n{stars}" in table(TWO + longer)
+    assert {"512*", "1024*"} < set(table(TWO + longer).split())
 
 
 def test_a_note_does_not_repeat_its_label():
@@ -89,7 +99,6 @@ def test_a_mean_over_seeds_is_over_all_or_none():
     measured += rows("alibi", {512: 12.0, 1024: None}, seed=2, config_hash="2")
     lines = table(with_bytes(measured[::2], 30_000) + measured[1::2], over_seeds=True).splitlines()
     assert lines[3].split() == ["alibi", "2", "11.00", "±", "1.41", "n/a"]
-    assert "standard deviation" not in table(measured[:2], over_seeds=True)
     assert lines[-1] == "mean ± standard deviation over seeds"
     bits = [math.log2(perplexity) * 8192 / 30_000 for perplexity in (10.0, 12.0)]
     lines = table(measured[::2], bits_per_byte=True, over_seeds=True).splitlines()
@@ -98,7 +107,7 @@ def test_a_mean_over_seeds_is_over_all_or_none():
 
 def test_numbers_keep_what_matters_and_stay_narrow():
     numbers = {3.14159: "3.14", 99.996: "100.0", 123.45: "123.5", 999.96: "1000"}
-    for value, text in {None: "n/a", **numbers, 123456.0: "1.2e+05"}.items():
+    for value, text in {**numbers, 123456.0: "1.2e+05"}.items():
         assert cell(value) == text
 
 
@@ -130,17 +139,6 @@ def test_a_task_has_tables_of_right_tokens_and_where_they_differ_of_right_answer
     )
 
 
-def test_a_task_of_single_answers_has_one_table_which_names_the_accuracy_of_guessing():
-    measured = answers("none", {512: 1.0, 1024: 0.5})
-    assert table(measured).count("pos_emb") == 1
-    assert "guessing" not in table(measured)
-    parity = [row | {"corpus": "task:parity"} for row in measured]
-    assert "guessing has 50 % right\n" in table(parity)
-    both = table([*measured, *parity, *(row | {"task_args": {"group": "S3"}} for row in measured)])
-    headings = [part for part in both.split("\n\n") if part.startswith("task:")]
-    assert headings == ["task:copy", "task:parity", "task:copy, task_args group S3"]
-
-
 # --- Bits per byte ---
 
 
@@ -154,18 +152,9 @@ def test_runs_of_two_tokenizers_stand_in_one_table_with_the_bytes_that_they_scor
     small = with_bytes(rows("alibi", {512: 20.0, 1024: 18.0}, tokenizer="aa"), 30_000)
     large = with_bytes(rows("alibi", {512: 40.0, 1024: 36.0}, tokenizer="bb"), 36_864.5, "card")
     old = rows("rotary", {512: 12.0}, tokenizer="aa")
-    assert table([*small, *large, *old], bits_per_byte=True).splitlines() == [
-        "bits per byte on stdlib valid, 8,192 tokens (16 x 512 to 8 x 1024), protocol equal_tokens",
-        "pos_emb                512*    1024",
-        "-----------------------------------",
-        "alibi, tokenizer aa  1.1802  1.1387",
-        "alibi, tokenizer bb  1.1826  1.1489",
-        "alibi, tokenizer aa: 30,000 bytes scored, bytes counted by the tokenizer",
-        "alibi, tokenizer bb: 36,864 bytes scored, bytes estimated: tokens times the mean of the"
-        " whole corpus",
-        "tokenizers differ: the same number of tokens is not the same text, so compare runs that"
-        " scored about the same bytes of the same part",
-        "",
-        "left out: 1 rows without bits per byte - measure again with evaluate.py where the"
-        " tokenizer's files or a new card exist",
-    ]
+    _, _, _, *lines = table([*small, *large, *old], bits_per_byte=True).splitlines()
+    assert lines[0].split() == ["alibi,", "tokenizer", "aa", "1.1802", "1.1387"]
+    assert lines[1].split() == ["alibi,", "tokenizer", "bb", "1.1826", "1.1489"]
+    assert lines[2].startswith("30,000 to 36,864 bytes scored, counted by the tokenizer; estimated")
+    assert lines[3].startswith("tokenizers differ")
+    assert len(lines) == 4

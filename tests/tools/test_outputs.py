@@ -1,9 +1,6 @@
 """Where commands write what a user names: through streams and links, over their own files alone."""
 
 import os
-import re
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -88,16 +85,6 @@ def test_another_file_a_folder_and_an_input_stay_as_they_are(command):
     done = run(path)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert list(path.iterdir()) == []
-
-
-def test_what_goes_to_the_standard_output_stands_before_what_is_printed(tmp_path):
-    path, shown = tmp_path / "a.md", tmp_path / "shown"
-    path.symlink_to("/dev/stdout")
-    with shown.open("w") as file:
-        words = [sys.executable, ROOT / "tools/compare.py", ROWS, "-o", path]
-        subprocess.run(words, stdout=file, check=True)
-    assert path.is_symlink()
-    assert re.match(r"(?s)<!-- .*\| encoding \|.*\nlength 512", shown.read_text())
 
 
 def test_help_writes_nothing():

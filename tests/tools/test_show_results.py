@@ -27,11 +27,11 @@ def test_the_tables_of_the_results_at_hand_are_those_of_their_files():
     page = [line for path in pages for line in path.read_text(encoding="utf-8").splitlines()]
     files = [*sorted(RESULTS.glob("cpu-*.jsonl")), *sorted(RESULTS.glob("language-*.jsonl"))]
     measured = [
-        table(read_rows([path]), over_seeds=True, markdown=True).splitlines() for path in files
+        table(read_rows([path]), over_seeds=True, form="markdown").splitlines() for path in files
     ]
     lines = {line for table in measured for line in table if line.startswith("|")}
     environment = read_rows([RESULTS / "cpu-environment.jsonl"])
-    in_bits = table(environment, over_seeds=True, bits_per_byte=True, markdown=True)
+    in_bits = table(environment, over_seeds=True, bits_per_byte=True, form="markdown")
     lines |= {line for line in in_bits.splitlines() if line.startswith("|")}
     assert lines <= {*page}, lines - {*page}
     assert {line for line in page if line.startswith("| ") and " ± " in line} <= lines
@@ -41,7 +41,7 @@ def test_the_table_of_continued_training_has_the_numbers_of_its_file():
     """Its page calls the rows by their recipes, and adds the parent, which is in another file."""
     page = (RESULTS / "continued.md").read_text(encoding="utf-8").splitlines()
     shown = table(
-        read_rows([RESULTS / "continued.jsonl"]), over_seeds=True, markdown=True
+        read_rows([RESULTS / "continued.jsonl"]), over_seeds=True, form="markdown"
     ).splitlines()
     measured, written = (sorted(map(numbers_of, filter(is_row, lines))) for lines in (shown, page))
     assert len(measured) == 5
