@@ -42,6 +42,7 @@ ENDED = {
     "--shots": "use --num-fewshot",
     "--task-folder": "export the checkpoint and use lm_eval --include_path",
     "--metadata": "export the checkpoint and use lm_eval --metadata",
+    "--assume-same-tokenizer": "files without a card can be merged with others without one",
     "--tokenizer-files": "use hf download openai-community/gpt2 vocab.json merges.txt",
     "--max-document-mb": "cut documents of more than 256 MB",
     "--max-unpack-ratio": "leave it out",

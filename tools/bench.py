@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.benchmark import Timer
+from torch.utils.benchmark.utils.timer import timer as synchronized
 
 from megatron.attention.flex import CALLS, flex
 from megatron.cli_errors import command_parser, guarded
@@ -186,10 +187,10 @@ def measure(
             reasons[name] = str(fault).partition("\n")[0]
             continue
         peaks[name] = peak(call)
-        # On the CPU the time of all threads; the default waits until a GPU is idle.
-        clock = {} if ON_GPU else {"timer": time.process_time}
+        # On the CPU the time of all threads; `synchronized` waits until a GPU is idle.
+        clock = synchronized if ON_GPU else time.process_time
         threads = torch.get_num_threads()
-        timer = Timer("call()", globals={"call": call}, num_threads=threads, **clock)
+        timer = Timer("call()", timer=clock, globals={"call": call}, num_threads=threads)
         running.append((name, timer, 1 + int(SHORTEST / max(timer.timeit(1).mean, 0.0002))))
     times = {name: [] for name in peaks}
     for _ in range(rounds):

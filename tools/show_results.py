@@ -40,16 +40,16 @@ def main(argv: list[str] | None = None) -> int:
     add("--title", default="Results beyond the training length", help="of a page")
     options = parser.parse_args(argv)
     output = options.output
-    is_page = output is not None and output.suffix == ".html"
-    if is_page:
-        check_page(output)
+    page_file = output if output and output.suffix == ".html" else None
+    if page_file:
+        check_page(page_file)
     elif options.plots or options.against:
         parser.error("--plots and --against are of a page - give -o report.html")
 
     rows = read_rows(options.results)
-    if is_page:
+    if page_file:
         page = page_of(rows, options.against)
-        write_page(page, output, title=options.title, plots=options.plots)
+        write_page(page, page_file, title=options.title, plots=options.plots)
         figures = [name for section in page for name in section.figures]
         print(f"{output}: {len(rows)} rows, {len(figures)} figures")
         return 0

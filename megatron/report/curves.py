@@ -226,9 +226,10 @@ def draw(
             if left_out := [label for label in panel.groups if label not in curves]:
                 heading = f"{heading}; not drawn: {'; '.join(left_out)}"
 
-            if means.max() > WIDE * means.min() > 0:
+            lowest, highest = min(means, default=0), max(means, default=0)
+            if highest > WIDE * lowest > 0:
                 axes.set_yscale("log")
-                if means.max() < 1000 * means.min():
+                if highest < 1000 * lowest:
                     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
                 axes.yaxis.set_major_formatter("{x:g}")
             axes.set(xlabel=panel.axis, ylabel=quantity)

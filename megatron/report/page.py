@@ -136,8 +136,8 @@ def write_page(
         picture(figure, ".svg")
     ).decode()
     text = environment.get_template("page.html").render(sections=page, title=title)
-    write_output(path, text.encode(), MARK)
     if plots is not None:
         for section, suffix in itertools.product(page, PICTURES):
             for name, figure in section.figures.items():
                 write(figure, plots / f"{name}{suffix}")
+    write_output(path, text.encode(), MARK)
