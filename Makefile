@@ -180,9 +180,7 @@ MANUAL = data_path=data/pretrained/policy/policy_text_document split=0,1,0 --dty
 TAIL = --protocol tail --tail 4096 --lengths 4096 8192 16384
 FAR = $(MANUAL) --protocol tail --tail 8192 --lengths 8192 16384 32768
 FURTHER = \
-	"$(FAR) --window 8188 --sinks 4" "$(FAR) --method yarn,factor=4" "$(FAR) --method self_extend,group=8" \
-	"$(MANUAL) --protocol tail gap --tail 2048 --ends 2048 --lengths 8192" \
-	"$(MANUAL) --protocol gap --tail 4096 --ends 4096 --lengths 16384 --method yarn,factor=2 self_extend,group=8"
+	"$(FAR) --window 8188 --sinks 4" "$(FAR) --method yarn,factor=4" "$(FAR) --method self_extend,group=8"
 EVALUATE = $(PY) evaluate.py --checkpoint $(SWEEP)/model
 SMOLLM2_TOKENS = -d data/pretrained -t HFTokenizer --vocab-file $(SWEEP)/model/tokenizer/tokenizer.json
 
@@ -232,9 +230,7 @@ format: $(INSTALLED)
 	$(PY) -m ruff format .
 
 docs: $(INSTALLED)
-	$(PY) -m megatron.config.document
-	$(PY) tools/document_positions.py --write
-	$(PY) tools/document_commands.py
+	$(PY) -m megatron.report.document
 
 # The environment and the caches: what can be had again without training. Data and checkpoints stay.
 clean:

@@ -28,8 +28,6 @@ from megatron.errors import UserError
 from megatron.files import ROOT
 from megatron.parallel.grid import Grid, free_port, learn_place, process_count
 from megatron.parallel.launcher import environments, run
-from megatron.training.batches import likely_rows
-from megatron.training.fits import check_fits
 
 LAUNCHER = "deepy.py"
 ON_THIS_MACHINE = ("evaluate.py", "generate.py")
@@ -76,12 +74,7 @@ def find_script(name: str) -> Path:
     for candidate in (Path(name), ROOT / name):
         if candidate.is_file() and candidate.suffix == ".py":
             return candidate.resolve()
-    scripts = [path.name for path in sorted(ROOT.glob("*.py")) if path.name != LAUNCHER]
-    names = ", ".join(scripts)
-    raise UserError(
-        f"{LAUNCHER}: {name} is not a script; write {LAUNCHER} SCRIPT FILE… key=value…,"
-        f" SCRIPT one of {names}"
-    )
+    raise UserError(f"{LAUNCHER}: {name} is not a script - write {LAUNCHER} train.py FILE…")
 
 
 def checked_config(script: Path, words: Sequence[str]) -> Config | None:
@@ -123,8 +116,6 @@ def launch(script: Path, words: Sequence[str], config: Config | None) -> NoRetur
         count = len(devices)
         shared = Grid(ranks=count).sharing(config.parallel.context_parallel_size)
         config.check_batch(shared.data_ranks)
-        kind = torch.device("cuda" if cuda else "cpu")
-        check_fits(config, likely_rows(config), ranks=count, local_ranks=count, device=kind)
 
     command = ["-u", str(script), *words]
     port = (config.launch.master_port if config else None) or free_port()
@@ -152,27 +143,14 @@ def devices_for(script: Path, config: Config | None) -> list[Device]:
     if cuda and names:
         devices = [*names.split(",")[:count]]
 
-    number = None
-    every = cuda  # on the CPU one process is enough, unless more are asked for
+    number = len(devices) if cuda else 1  # on the CPU one process is enough
     if config is not None:
-        number = config.launch.num_gpus
-        include, exclude = config.launch.include or "", config.launch.exclude or ""
-        if include or exclude:
-            from deepspeed.launcher.runner import parse_resource_filter
-
-            hosts = {"localhost": list(range(len(devices)))}
-            try:
-                slots = parse_resource_filter(hosts, include, exclude).get("localhost", [])
-            except ValueError as fault:
-                raise UserError(
-                    f"include: {include or exclude!r} does not fit this machine: {fault};"
-                    " write localhost:0,1"
-                ) from None
-            if not slots:
-                raise UserError(f"exclude: {exclude!r} leaves no device")
-            devices, every = [devices[slot] for slot in slots], True
-    if number is None:
-        number = len(devices) if every else 1
+        if config.launch.include or config.launch.exclude:
+            raise UserError(
+                "include, exclude: choose machines of a hostfile - for devices of this machine set"
+                " CUDA_VISIBLE_DEVICES"
+            )
+        number = config.launch.num_gpus or number
     if script.name in ONE_PROCESS:
         number = 1
     elif script.name in ON_THIS_MACHINE:

@@ -31,7 +31,7 @@ from megatron.parallel.threads import count_parameters, use_threads
 
 MOST = 2**24  # tokens: beyond, positions are not exact in float32
 SETTINGS = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
-LONGEST = 1 << 26  # bytes of prompts, characters of standard input
+LONGEST = 1 << 26  # bytes of prompts
 
 logger = logging.getLogger("megatron.generate")
 
@@ -137,19 +137,12 @@ def prompts_of(arguments: argparse.Namespace) -> list[str]:
             raise UserError(f"--prompts: {path} cannot be read as text ({fault})") from None
         prompts += [line for line in lines if line.strip()]
     elif not prompts and sys.stdin is not None and not sys.stdin.isatty():
-        text = sys.stdin.read(LONGEST)
-        if len(text) == LONGEST:
-            raise UserError(f"standard input: has {LONGEST:,} characters or more - give fewer")
-        prompts = [text.removeprefix("\ufeff")]
+        prompts = [sys.stdin.read().removeprefix("\ufeff")]
     if not prompts:
         raise UserError(
             "--prompt: no prompt is given - write --prompt TEXT or --prompts FILE, or send a text"
             " to standard input"
         )
-    try:
-        "".join(prompts).encode()
-    except UnicodeEncodeError:
-        raise UserError("--prompt: a prompt is not UTF-8 text; convert it first") from None
     return prompts
 
 

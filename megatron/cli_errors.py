@@ -1,25 +1,22 @@
 """How a command ends: with its status, or with one message and no traceback on the screen."""
 
 import argparse
-import errno
 import faulthandler
 import functools
 import os
 import re
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, ParamSpec
 
 from megatron.commit import commit
 from megatron.errors import (
+    CURES,
     UserError,
     closest,
     cure,
@@ -28,24 +25,28 @@ from megatron.errors import (
     missing_package,
     visible,
 )
-from megatron.files import ROOT, expanded
+from megatron.files import expanded
 
 HEAD_START = 5  # seconds in which the first process may report a fault that all have
 FAILED = 1
 INTERRUPTED = 130  # the shell's exit status after ctrl-C
 READER_HAS_GONE = 141  # the shell's exit status of a program before `| head`
-LONGEST_LINE = 300  # characters of an exception's text in the message
-OF_ANY_FILE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EMFILE, errno.ENFILE)
-"""Faults that are no mistake of the program even if the file is unknown."""
 WRONG = re.compile(r"(?:unrecognized arguments: (?=-)|invalid choice: ')([^\s=']+)")
 
 ENDED = {
     "--two-by-two": "use --clip-distance none 511 --logn-scale off on",
     "longppl": "docs/evaluation.md computes it with megatron.evaluation.losses",
     "--judge": "docs/evaluation.md computes LongPPL with megatron.evaluation.losses",
+    "gap": "use tail",
+    "--ends": "use --protocol tail",
     "--shots": "use --num-fewshot",
     "--task-folder": "export the checkpoint and use lm_eval --include_path",
     "--metadata": "export the checkpoint and use lm_eval --metadata",
+    "--assume-same-tokenizer": "files without a card can be merged with others without one",
+    "--tokenizer-files": "use hf download openai-community/gpt2 vocab.json merges.txt",
+    "--max-document-mb": "cut documents of more than 256 MB",
+    "--max-unpack-ratio": "leave it out",
+    "--task-args": "docs/tasks.md prints a problem",
     "--ignore-eod": "export the checkpoint and use transformers' generate",
 }
 """Options and choices that have ended, and what to use instead."""
@@ -123,32 +124,31 @@ def status_of(command: Callable[[], int | None]) -> int:
     """The exit status of a command; what it raises becomes one message on stderr and a status.
 
     UserError and faults of disks and memory say what to do. Any other exception is a fault of this
-    project: its traceback goes to a file. SystemExit passes.
+    project and has its traceback. SystemExit passes.
     """
     if sys.__stderr__ is not None and not faulthandler.is_enabled():
         # A crash in compiled code, and SIGUSR2 at any time, print what every thread is doing.
         faulthandler.enable(sys.__stderr__)
         faulthandler.register(signal.SIGUSR2, sys.__stderr__)
     try:
-        try:
-            return command() or 0
-        finally:
-            if sys.stdout is not None:  # it is None after `>&-`
-                sys.stdout.flush()
+        status = command() or 0
+        if sys.stdout is not None:  # it is None after `>&-`
+            sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as fault:
-        if sys.stdout is not None:
-            try:
-                sys.stdout.flush()
-            except OSError:  # output that cannot be written: Python would complain at its very end
-                with suppress(OSError, ValueError):
-                    nowhere = os.open(os.devnull, os.O_WRONLY)
-                    os.dup2(nowhere, sys.stdout.fileno())
-                    os.close(nowhere)
+        try:
+            print(end="", flush=True)
+        except OSError:  # output that cannot be written: Python would try again at its very end
+            sys.stdout = None
         if isinstance(fault, BrokenPipeError) and fault.filename is None:
             return READER_HAS_GONE
-        text = message_of(fault)
+        text = explained(fault)
+        if text is None:
+            code = f"commit {commit() or 'unknown'}, python {sys.version.split()[0]}"
+            lines = traceback.format_exception(fault)  # its last line is what a sweep shows
+            text = f"internal error ({code})\n{''.join(lines).strip()}"
         rank = os.environ.get("RANK", "0")
         if rank != "0":
             time.sleep(HEAD_START)
@@ -181,49 +181,12 @@ def explained(fault: Exception) -> str | None:
         return f"pos_emb_file: {in_file_of_user}"
     if package := missing_package(fault):
         return f"{command}: {package}"
-    if isinstance(fault, OSError) and cure(fault):
-        if fault.filename is not None:
-            return f"{os.fsdecode(fault.filename)}: {reason} - {cure(fault)}"
-        if fault.errno in OF_ANY_FILE:
-            return f"{command}: {reason} - {cure(fault)}"
+    if isinstance(fault, OSError) and (fault.filename is not None or fault.errno in CURES):
+        return f"{os.fsdecode(fault.filename or command)}: {reason} - {cure(fault)}"
     return None
-
-
-def message_of(fault: Exception) -> str:
-    """The message for any fault; one of ours has its traceback in a file, if a folder takes it."""
-    if text := explained(fault):
-        return text
-    version = sys.version.split()[0]
-    lines = traceback.format_exception(fault)
-    details = f"{sys.argv[0]}, commit {commit() or 'unknown'}, python {version}\n\n{''.join(lines)}"
-    text = f"internal error: {type(fault).__name__}: {in_words(fault)[:LONGEST_LINE]}"
-    for folder in (Path.cwd(), Path(tempfile.gettempdir())):
-        path = folder / f"traceback-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}.txt"
-        try:
-            path.write_text(details, encoding="utf-8")
-        except OSError:
-            with suppress(OSError):
-                path.unlink(missing_ok=True)  # what a full disk has left of it
-            continue
-        return f"{text} - the traceback is in {path}; please report it with that file"
-    return f"{text} - please report it with this, which no folder could take:\n{details}"
 
 
 def print_line(text: str) -> None:
     """Print to stderr, if there is one; names in the text cannot control the terminal."""
     with suppress(OSError):  # closed, full, or without a reader: the exit status still tells
         print(visible(text), file=sys.stderr, flush=True)
-
-
-def print_missing(
-    kind: type[BaseException], fault: BaseException, trace: TracebackType | None
-) -> None:
-    """Report a package that a script imports and that is not installed; the rest as Python does."""
-    if package := missing_package(fault):
-        print_line(f"{Path(sys.argv[0]).name}: {package}")
-    else:
-        sys.__excepthook__(kind, fault, trace)
-
-
-if Path(sys.argv[0]).resolve().is_relative_to(ROOT):  # a script of ours: not in other programs
-    sys.excepthook = print_missing

@@ -9,24 +9,13 @@ from pathlib import Path
 
 SPACE = "free some space, or choose another disk"
 RIGHTS = "check who may read and write there, or choose another place"
-LIMIT = "raise the limit of open files (ulimit -n)"
-DEVICE = "the disk or its connection failed: see the system's log"
 CURES = {
     errno.ENOSPC: SPACE,
     errno.EDQUOT: SPACE,
-    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
-    errno.EROFS: "choose a place that can be written",
     errno.EACCES: RIGHTS,
     errno.EPERM: RIGHTS,
-    errno.ENOTDIR: "a part of this path is a file: choose another place",
-    errno.EEXIST: "it is in the way: move it, or choose another place",
-    errno.EISDIR: "name a file, not a folder",
-    errno.ENOENT: "check the path; it may have been removed meanwhile",
-    errno.ENAMETOOLONG: "choose a shorter name",
-    errno.EMFILE: LIMIT,
-    errno.ENFILE: LIMIT,
-    errno.EIO: DEVICE,
-    errno.ESTALE: DEVICE,
+    errno.EROFS: RIGHTS,
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
 """Cures of faults of disks and paths, by errno."""
 OF_TRAIN = {
@@ -35,7 +24,6 @@ OF_TRAIN = {
     "huggingface_hub",
     "jinja2",
     "lm_dataformat",
-    "markupsafe",
     "matplotlib",
     "pyarrow",
     "sentencepiece",
@@ -47,8 +35,8 @@ OF_TRAIN = {
     "zstandard",
 }
 """What we import and `pip install .` does not install: pyproject.toml's extra `train`."""
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-"""Characters that tell a terminal what to do or turn the direction of a line."""
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that tell a terminal what to do, turn a line around, or cannot be printed."""
 
 
 class UserError(ValueError):
@@ -69,9 +57,9 @@ def missing_package(fault: BaseException) -> str | None:
     return f"{package} is not installed - pip install '.[train]' in the project's folder"
 
 
-def cure(fault: Exception) -> str | None:
-    """The cure of a fault of a disk or a path, or None if it is another fault."""
-    return CURES.get(getattr(fault, "errno", None) or 0)
+def cure(fault: Exception) -> str:
+    """What to do about a fault of a disk or a path."""
+    return CURES.get(getattr(fault, "errno", None) or 0, "check the path, or choose another place")
 
 
 def cannot_write(place: str | Path, fault: Exception) -> UserError:
@@ -79,8 +67,7 @@ def cannot_write(place: str | Path, fault: Exception) -> UserError:
 
     place: the file or folder, after its key or option: `save: runs/mep`
     """
-    what_to_do = cure(fault) or "choose another place"
-    return UserError(f"{place}: cannot be written ({in_words(fault)}) - {what_to_do}")
+    return UserError(f"{place}: cannot be written ({in_words(fault)}) - {cure(fault)}")
 
 
 def in_words(fault: Exception) -> str:

@@ -1,27 +1,21 @@
 """Files that appear whole or not at all: written beside their place, synced to disk, renamed."""
 
 import errno
+import glob
 import hashlib
 import os
 import re
 import shutil
 import socket
-import sys
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
-from io import FileIO
 from pathlib import Path
 
 from megatron.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]  # the project's folder: entry scripts, configs, tools
-# What a process writes before it gets its name: .NAME.PID.PLACE.tmp
-TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<pid>\d{1,9})\.(?P<place>[0-9a-f]{8})\.tmp")
 VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)", re.ASCII)  # as os.path.expandvars reads it
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-DAY = 24 * 3600  # seconds; no file is written for so long without a change
 MARKED = 1 << 26  # bytes of an earlier output in which its mark stands
 
 
@@ -119,7 +113,7 @@ def check_output(path: Path, mark: bytes | None = None) -> None:
 
     mark: what every earlier output of this kind has in it; without one, no file is replaced
     """
-    if stream(path):
+    if is_device(path):
         return
     place = Path(os.path.realpath(path))
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -144,33 +138,17 @@ def write_output(path: Path, content: bytes | Iterable[bytes], mark: bytes | Non
     """
     check_output(path, mark)
     pieces = [content] if isinstance(content, bytes) else content
-    file = stream(path)
-    if file is None:
-        place = Path(os.path.realpath(path))
-        with atomic_write(place) as temporary, temporary.open("wb") as output:
+    if is_device(path):
+        with path.open("wb") as output:
             output.writelines(pieces)
         return
-    try:
-        for piece in pieces:
-            while piece:
-                piece = piece[file.write(piece) :]
-    except OSError as fault:
-        if fault.errno in FULL:
-            fault.filename = str(path)
-        raise
+    with atomic_write(Path(os.path.realpath(path))) as temporary, temporary.open("wb") as output:
+        output.writelines(pieces)
 
 
-@cache
-def stream(path: Path) -> FileIO | None:
-    """A device, a pipe or the standard output, also by a link, to be written; None for a file.
-
-    It stays open: to the reader of a pipe its closing is the end of all output.
-    """
-    if not path.exists() or path.is_dir():
-        return None
-    if sys.stdout is not None and os.path.samestat(path.stat(), os.fstat(1)):
-        return FileIO(os.dup(1), "wb")
-    return None if path.is_file() else FileIO(path, "wb")
+def is_device(path: Path) -> bool:
+    """Whether an output is a device or a pipe, which no file may replace."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 # --- Reading, and what was left ---
@@ -183,8 +161,7 @@ def read_small(path: Path, most: int) -> bytes:
     than `most` bytes.
     """
     check_regular(path)
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with open(descriptor, "rb") as file:
+    with path.open("rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
         raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", str(path))
@@ -226,28 +203,18 @@ def umask() -> int:
     return mask
 
 
-def remove_stale_temp_files(folder: Path, name: str = "") -> None:
-    """Remove from a folder what dead processes were writing there, before it got its name.
+def remove_stale_temp_files(folder: Path, name: str = "*") -> None:
+    """Remove from a folder what dead processes of this machine were writing there.
 
     name: only what was to become this file or folder
-    What a process of another machine or container was writing stays for a day. It cannot be known
-    whether that process still runs.
     """
     import psutil  # the benchmarks write where it is missing
 
-    with suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            match = TEMPORARY.fullmatch(entry.name)
-            if match is None or name not in ("", match["name"]):
-                continue
-            path = Path(entry.path)
+    for path in folder.glob(f".{name}.*.{_host()}.tmp"):
+        process = path.name.split(".")[-3]
+        if process.isdecimal() and not psutil.pid_exists(int(process)):
             with suppress(OSError):  # another process may remove it at the same time
-                if match["place"] == _place():
-                    ended = not psutil.pid_exists(int(match["pid"]))
-                else:
-                    ended = time.time() - path.lstat().st_mtime > DAY
-                if ended:
-                    remove(path)
+                remove(path)
 
 
 def remove(path: Path) -> None:
@@ -261,16 +228,9 @@ def remove(path: Path) -> None:
 def _temporary(path: Path) -> Path:
     """The place beside `path` where this process may write, after what dead ones left there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    remove_stale_temp_files(path.parent, path.name)
-    return path.with_name(f".{path.name}.{os.getpid()}.{_place()}.tmp")
+    remove_stale_temp_files(path.parent, glob.escape(path.name))
+    return path.with_name(f".{path.name}.{os.getpid()}.{_host()}.tmp")
 
 
-@cache
-def _place() -> str:
-    """Eight digits for the machine, its start and the container: there a number is one process."""
-    try:
-        start = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-        start += os.readlink("/proc/self/ns/pid")
-    except OSError:  # hidden in some sandboxes
-        start = socket.gethostname()
-    return hashlib.sha256(start.encode()).hexdigest()[:8]
+def _host() -> str:
+    return socket.gethostname().replace(".", "-")

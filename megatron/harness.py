@@ -66,10 +66,9 @@ def evaluate_tasks(
     attention = MeasuredAttention.of(trained.config.attention)
     positions = [placed.position for placed in model.placed]
     variations = variants(attention, options, positions, model.train_length)
-    output = options.output
-    if output is None:
-        joined = "+".join(sorted(name.replace("/", "_") for name in names))
-        output = trained.path.parent / "tasks" / f"{trained.path.name}-{joined[:60]}.jsonl"
+    joined = "+".join(names).replace("/", "_")[:60]
+    usual = trained.path.parent / "tasks" / f"{trained.path.name}-{joined}.jsonl"
+    output = options.output or usual
     check_output(output, MARK.encode())
     lines = output.read_text(encoding="utf-8").splitlines(keepends=True) if output.exists() else []
     device = device_alone()

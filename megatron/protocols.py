@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 BUCKET = 64  # positions that share one mean in the protocol position; the first 64 are cut finer
 # Scored targets of a block, if a row does not say otherwise. Files rely on it: never change it.
 BLOCK = 512
-TOKENS = (1, 2**24)  # beyond, positions are not exact in float32
+MOST_TOKENS = 2**24  # beyond, positions are not exact in float32
 MOST = 10**12
 
 
@@ -249,25 +249,36 @@ def first_tokens(tokens: Any, documents: Iterable[int], count: int) -> np.ndarra
 # --- Protocols ---
 
 
-def option(
-    default: Any,
-    words: str,
-    bounds: tuple[int, int] | None = None,
-    *,
-    usual: str = "",
-    row: str = "setting",
-) -> Any:
-    """A field of a protocol: `--name` of evaluate.py, and the key `name` of sweeps and rows.
+@dataclass(frozen=True)
+class Option:
+    """An option of a protocol: `--name N` of evaluate.py, and the key `name` of sweeps and rows.
 
-    words: for --help
-    bounds: of a whole number; without them it is a number if the default is one, else a path
-    usual: the default in words, where it is None
+    readers: the protocols that have it as a field; words: for --help; most: its largest value
     row: setting, a key of rows that are compared with each other only where it is equal; place, one
         that may differ between the lengths of a table; none, no key
     """
-    return field(
-        default=default, metadata={"words": words, "bounds": bounds, "usual": usual, "row": row}
-    )
+
+    readers: tuple[str, ...]
+    words: str
+    most: int
+    least: int = 1
+    row: str = "setting"
+
+    @property
+    def help(self) -> str:
+        """Such as "tail: scored tokens of a window; default: 256"."""
+        return f"{' and '.join(self.readers)}: {self.words}"
+
+
+TASK = "task"  # the protocol of problems whose answers are counted
+OPTIONS = {
+    "windows": Option(("paper", TASK), "windows per length; default: 320", 10**6, row="none"),
+    "start": Option(("paper",), "first window; default: 0", MOST, least=0),
+    "tail": Option(("tail",), "scored tokens of a window; default: 256", MOST_TOKENS),
+    "stride": Option(
+        ("sliding",), "tokens that windows move by; default: half of each", MOST_TOKENS, row="place"
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -296,8 +307,8 @@ class Protocol:
     @property
     def facts(self) -> dict[str, Any]:
         """The keys of every row: the options that are part of the setting."""
-        names = [option.name for option in fields(self) if option.metadata["row"] == "setting"]
-        return {name: getattr(self, name) for name in names}
+        names = [option.name for option in fields(self)]
+        return {name: getattr(self, name) for name in names if OPTIONS[name].row == "setting"}
 
 
 class EqualTokens(Protocol):
@@ -315,7 +326,7 @@ class EqualTokens(Protocol):
 class Drawn(Protocol):
     """The same number of windows at every length, each from elsewhere."""
 
-    windows: int = option(320, "windows per length", (1, 10**6), row="none")
+    windows: int = 320
 
     def check(self, request: Request) -> None:
         """Their windows need no region."""
@@ -334,7 +345,7 @@ class Paper(Drawn):
     windows.
     """
 
-    start: int = option(0, "first window", (0, MOST))
+    start: int = 0
 
     def windows_at(self, text: HeldOutText, length: int) -> Windows:
         count = self.windows
@@ -354,7 +365,7 @@ class Tail(Protocol):
     that every length has all of its context.
     """
 
-    tail: int = option(256, "scored tokens of a window", TOKENS)
+    tail: int = 256
 
     def check(self, request: Request) -> None:
         super().check(request)
@@ -365,48 +376,6 @@ class Tail(Protocol):
         windows = text.cut(length, apart, text.longest - length)
         scored = np.arange(length - self.tail, length)
         return replace(windows, scored=[scored] * len(windows.ids), separate=True)
-
-
-@dataclass(frozen=True)
-class Gap(Tail):
-    """The tokens that the protocol tail scores, with other held-out text in place of all but both
-    ends of each window. What tail has less is what the middle of a text is worth.
-
-    The other text is the middle of what the region has beside the window, read from the window's
-    end on and around: as far from it as the region allows.
-    """
-
-    tail: int = option(128, "scored tokens of a window", TOKENS)
-    ends: int = option(256, "tokens that stay at each end of a window", TOKENS)
-
-    def middle(self, length: int) -> range:
-        """Which of the length + 1 tokens of a window are replaced."""
-        return range(self.ends, length + 1 - self.ends)
-
-    def check(self, request: Request) -> None:
-        super().check(request)
-        check_within("--tail", self.tail, self.ends, "the tokens of an end (--ends)")
-        beside, middle = request.targets - request.longest, len(self.middle(request.longest))
-        if beside < middle:
-            raise UserError(
-                f"--protocol gap: a window of {request.longest} tokens needs {middle} tokens of"
-                f" other text for its middle, the region has {beside} beside it - give shorter"
-                " lengths, more eval_tokens or a larger corpus"
-            )
-
-    def windows_at(self, text: HeldOutText, length: int) -> Windows:
-        windows = super().windows_at(text, length)
-        middle = self.middle(length)
-        beside = text.targets - length
-        region_start = text.place(text.documents.start)
-        mixed = []
-        for start, ids in zip(windows.starts, windows.ids, strict=True):
-            first = start - region_start + len(ids) + (beside - len(middle)) // 2
-            window = ids.copy()
-            places = range(first, first + len(middle))
-            window[middle] = np.take(text.region, places, mode="wrap")
-            mixed.append(window)
-        return replace(windows, ids=mixed)
 
 
 class Position(EqualTokens):
@@ -430,9 +399,7 @@ class Sliding(Protocol):
     target after the first window has a context of length - stride tokens or more.
     """
 
-    stride: int | None = option(
-        None, "tokens that windows move by", TOKENS, usual="half of each", row="place"
-    )
+    stride: int | None = None
 
     def stride_at(self, length: int) -> int:
         return self.stride or max(1, length // 2)
@@ -478,12 +445,10 @@ class TaskProblems(Drawn):
         return Windows(length, list(ids), scored, separate=True, facts=facts, answers=True)
 
 
-TASK = "task"  # the protocol of problems whose answers are counted
 PROTOCOLS: dict[str, type[Protocol]] = {
     "equal_tokens": EqualTokens,
     "paper": Paper,
     "tail": Tail,
-    "gap": Gap,
     "position": Position,
     "sliding": Sliding,
     "within_document": WithinDocument,
@@ -491,42 +456,11 @@ PROTOCOLS: dict[str, type[Protocol]] = {
 }
 
 
-@dataclass(frozen=True)
-class Option:
-    """An option of one protocol or several.
-
-    defaults: by the protocols that read it
-    kind: the type of its values; words, bounds, usual and row: see `option`
-    """
-
-    defaults: dict[str, Any]
-    kind: Any
-    words: str
-    bounds: tuple[int, int] | None
-    usual: str
-    row: str
-
-    @property
-    def help(self) -> str:
-        """Such as "tail and gap: scored tokens of a window; default: 256 and 128"."""
-        usual = self.usual
-        if not usual:
-            defaults = dict.fromkeys(f"{default:g}" for default in self.defaults.values())
-            usual = " and ".join(defaults)
-        return f"{' and '.join(self.defaults)}: {self.words}; default: {usual}"
-
-
-OPTIONS: dict[str, Option] = {}
-for _name, _protocol in PROTOCOLS.items():
-    for _field in fields(_protocol):
-        _option = OPTIONS.setdefault(_field.name, Option({}, _field.type, **_field.metadata))
-        _option.defaults[_name] = _field.default
-
-
 def protocol_of(name: str, options: Mapping[str, Any]) -> Protocol:
     """The protocol of this name with those of the options that it reads."""
-    read = {field.name for field in fields(PROTOCOLS[name])}
-    return PROTOCOLS[name](**{key: value for key, value in options.items() if key in read})
+    keys = [key for key, option in OPTIONS.items() if name in option.readers and key in options]
+    read = {key: options[key] for key in keys}
+    return PROTOCOLS[name](**read)
 
 
 def description(name: str) -> str:

@@ -1,15 +1,11 @@
 """Scripts as after `pip install .`: what the extra `train` installs cannot be imported.
 
-python tests/light_install.py COMMANDS: a JSON list of [script, word, …], in the current folder.
-Prints a JSON list of [status, output, errors]. Each command has a process of its own, a fork of
-this one, which has imported what takes long.
+python tests/light_install.py FIRST SECOND [WORDS]: two scripts one after the other, in the current
+folder; the second gets the words.
 """
 
-import json
-import os
 import runpy
 import sys
-import tempfile
 from pathlib import Path
 
 from megatron.errors import OF_TRAIN
@@ -25,33 +21,9 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
-def main(commands):
-    sys.meta_path.insert(0, Absent())
-    import pandas  # noqa: F401
-
-    import megatron.model
-    import megatron.results.table  # noqa: F401
-
-    assert "megatron.cli_errors" not in sys.modules  # each script must import it early enough
-    results = []
-    for script, *words in commands:
-        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-            process = os.fork()
-            if process == 0:
-                os.dup2(output.fileno(), 1)
-                os.dup2(errors.fileno(), 2)
-                sys.argv = [script, *words]
-                sys.path[0] = str(Path(script).parent)
-                runpy.run_path(script, run_name="__main__")
-                sys.exit(0)
-            _, status = os.waitpid(process, 0)
-            texts = []
-            for file in (output, errors):
-                file.seek(0)
-                texts.append(file.read().decode())
-            results.append([os.waitstatus_to_exitcode(status), *texts])
-    print(json.dumps(results))
-
-
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    sys.meta_path.insert(0, Absent())
+    _, first, *sys.argv = sys.argv
+    runpy.run_path(first, run_name="__main__")
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")

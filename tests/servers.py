@@ -1,40 +1,29 @@
-"""Servers on this machine that behave as badly as those of the network do."""
+"""A hub on this machine, whose connections break."""
 
 import hashlib
 import json
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-@dataclass
-class Shown:
-    """A file that a server shows, and how it fails.
-
-    breaks: bytes after which each of the next connections is closed
-    length: the size that it says, if not the right one; status: what it answers instead, each once
-    """
-
-    content: bytes = b""
-    breaks: list[int] = field(default_factory=list)
-    length: int | None = None
-    status: list[int] = field(default_factory=list)
-    location: str | None = None
-
-
 class Server(ThreadingHTTPServer):
-    """Shows files by their path. asked: (path, Range) of every request"""
+    """Shows files by their path.
+
+    breaks: of a path, bytes after which each of the next connections is closed
+    asked: (path, Range) of every request
+    """
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Answer)
-        self.files: dict[str, Shown] = {}
+        self.files: dict[str, bytes] = {}
+        self.breaks: dict[str, list[int]] = {}
         self.asked: list[tuple[str, str | None]] = []
 
     def show_dataset(self, name: str, files: Mapping[str, bytes]) -> None:
@@ -43,25 +32,21 @@ class Server(ThreadingHTTPServer):
         siblings = [{"rfilename": path} for path in files]
         about = {"id": name, "sha": COMMIT, "siblings": siblings, "tags": []}
         for place in ("", "/revision/main", f"/revision/{COMMIT}"):
-            self.files[f"{api}{place}"] = Shown(json.dumps(about).encode())
+            self.files[f"{api}{place}"] = json.dumps(about).encode()
 
         folders = {path.rpartition("/")[0] for path in files} | {""}
         entries: list[dict[str, Any]] = [
             {"type": "directory", "path": folder, "oid": "0" * 40} for folder in folders - {""}
         ]
         for path, content in files.items():
-            sha256, size = hashlib.sha256(content).hexdigest(), len(content)
-            lfs = {"oid": sha256, "size": size, "pointerSize": 130}
-            entries.append(
-                {"type": "file", "path": path, "size": size, "oid": "0" * 40, "lfs": lfs}
-            )
+            entries.append({"type": "file", "path": path, "size": len(content), "oid": "0" * 40})
             for revision in (COMMIT, "main"):
-                self.files[f"/datasets/{name}/resolve/{revision}/{path}"] = Shown(content)
+                self.files[f"/datasets/{name}/resolve/{revision}/{path}"] = content
         for folder in folders:
             inside = [entry for entry in entries if f"{entry['path']}".startswith(folder)]
             inside = [entry for entry in inside if entry["path"] != folder]
             place = f"{api}/tree/{COMMIT}/{folder}".rstrip("/")
-            self.files[place] = Shown(json.dumps(inside).encode())
+            self.files[place] = json.dumps(inside).encode()
 
     @property
     def address(self) -> str:
@@ -92,18 +77,25 @@ class _Answer(BaseHTTPRequestHandler):
         byte_range = self.headers.get("Range")
         path = self.path.partition("?")[0]
         self.server.asked.append((path, byte_range))
-        shown = self.server.files.get(path)
-        if shown is None or shown.status:
-            # What the hub says of a path that it does not have.
-            dataset = "/".join(path.removeprefix("/api").split("/")[:4])
-            is_known = f"/api{dataset}" in self.server.files
+        content = self.server.files.get(path)
+        if content is None:
             missing = "RevisionNotFound" if "/revision/" in path else "EntryNotFound"
-            missing = missing if is_known else "RepoNotFound"
-            self._head(shown.status.pop(0) if shown else 404, 0, {"X-Error-Code": missing})
-        elif shown.location is not None:
-            self._head(302, 0, {"Location": shown.location})
-        else:
-            self._send(shown, byte_range)
+            self._head(404, 0, {"X-Error-Code": missing})
+            return
+        start, end, whole = 0, len(content), len(content)
+        if byte_range:
+            first, last = byte_range.removeprefix("bytes=").split("-")
+            start, end = int(first), min(whole, int(last or whole) + 1)
+        body = content[start:end]
+        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(content).hexdigest()}"'}
+        if len(body) < whole:
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{whole}"
+        self._head(206 if len(body) < whole else 200, len(body), headers)
+        if self.command == "GET":
+            breaks = self.server.breaks.get(path)
+            sent = body[: breaks.pop(0)] if breaks else body
+            self.wfile.write(sent)
+            self.close_connection = len(sent) < len(body)
 
     def _head(self, status: int, length: int, headers: Mapping[str, str]) -> None:
         self.send_response(status)
@@ -111,27 +103,6 @@ class _Answer(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(length))
         self.end_headers()
-
-    def _send(self, shown: Shown, byte_range: str | None) -> None:
-        tag = f'"{hashlib.sha256(shown.content).hexdigest()}"'
-        whole = len(shown.content)
-        start, end = 0, whole
-        if byte_range and self.headers.get("If-Range", tag) == tag:
-            first, last = byte_range.removeprefix("bytes=").split("-")
-            start, end = int(first), min(whole, int(last or whole) + 1)
-        body = shown.content[start:end]
-        if start and not body:
-            self._head(416, 0, {"Content-Range": f"bytes */{whole}"})
-            return
-        headers = {"X-Repo-Commit": COMMIT, "ETag": tag}
-        if len(body) < whole:
-            headers["Content-Range"] = f"bytes {start}-{end - 1}/{whole}"
-        length = len(body) if shown.length is None else shown.length - start
-        self._head(206 if len(body) < whole else 200, length, headers)
-        if self.command == "GET":
-            length = shown.breaks.pop(0) if shown.breaks else length
-            self.wfile.write(body[:length])
-            self.close_connection = len(body[:length]) < length
 
     def log_message(self, *_: object) -> None:
         """Nothing on stderr."""

@@ -2,17 +2,12 @@
 
 import pytest
 
+from megatron.report.document import ENVIRONMENT, PAGES, make_clone, session, text_of
 from tests.support import ROOT
-from tools.document_commands import ENVIRONMENT, PAGES, make_clone, session, text_of
 
 pytestmark = pytest.mark.docs
 
-# Commands for those who maintain the project.
-WITHOUT_A_PAGE = {
-    "tools/bench.py",
-    "tools/document_commands.py",
-    "tools/document_positions.py",
-}
+WITHOUT_A_PAGE = {"tools/bench.py"}  # for those who maintain the project
 
 
 def test_every_command_has_a_page_with_todays_options_and_its_examples_run(forks, tmp_path):

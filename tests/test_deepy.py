@@ -66,14 +66,11 @@ def test_every_visible_cuda_device_gets_a_process_and_the_cpu_one(monkeypatch):
     assert devices(monkeypatch, 4, script="evaluate.py") == [0, 1, 2, 3]
     assert devices(monkeypatch, 4, script="generate.py") == [0]
     assert devices(monkeypatch, 1, "num_gpus=8", script="evaluate.py") == [0]
-    assert devices(monkeypatch, 4, "include=localhost:1,3") == [1, 3]
-    assert devices(monkeypatch, 4, "exclude=localhost:0") == [1, 2, 3]
     assert devices(monkeypatch, 0) == [0]
     assert devices(monkeypatch, 0, "num_gpus=3") == [0, 1, 2]
     for settings, message in {
         "num_gpus=5": "num_gpus: 5 devices are wanted and 4 are visible; lower num_gpus",
-        "include=localhost:9": r"include: 'localhost:9' does not fit this machine: .*; write loc",
-        "exclude=localhost": "exclude: 'localhost' leaves no device",
+        "include=localhost:1": "include, exclude: choose machines of a hostfile",
     }.items():
         with pytest.raises(UserError, match=message):
             devices(monkeypatch, 4, settings)
@@ -100,19 +97,6 @@ def test_other_machines_are_reached_with_the_options_that_deepspeed_knows(tmp_pa
         "/x/train.py",
         ["a.yml", "--flag"],
     )
-
-
-def test_a_machine_that_ssh_does_not_reach_is_one_message(tmp_path, monkeypatch):
-    hosts = tmp_path / "hosts"
-    hosts.write_text("me@one slots=2\ntwo slots=2\n")
-    config = load([], [*TINY, f"hostfile={hosts}"])
-    monkeypatch.setenv("PATH", str(tmp_path))
-    for answer in (None, "#!/bin/sh\nexit 255\n"):
-        if answer:
-            (tmp_path / "ssh").write_text(answer)
-            (tmp_path / "ssh").chmod(0o755)
-        with pytest.raises(UserError, match=r"launcher cannot start .*ssh"):
-            deepy.launch_on_many_machines(Path("train.py"), [], config)
 
 
 def test_a_hostfile_that_is_not_there_leaves_the_training_to_this_machine(monkeypatch, capsys):

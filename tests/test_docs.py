@@ -14,13 +14,12 @@ from tokenizers import ByteLevelBPETokenizer
 
 from megatron.config import load
 from megatron.model import from_config
-from megatron.positions import REGISTRY
+from megatron.report.document import make_clone
 from megatron.results.files import read_rows
 from megatron.results.papers import published_tables
 from megatron.results.table import table
 from tests.published import KERPLE, MEP, experiments, write_bases
 from tests.support import ROOT, blocks, modules
-from tools.document_commands import make_clone
 
 pytestmark = pytest.mark.docs
 
@@ -225,24 +224,16 @@ def test_the_rehearsal_of_texts_that_are_shared_runs(clone, forks):
     assert "2 rank(s) on cpu" in output
 
 
-def test_the_readmes_encoding_and_mixture_work(clone, forks):
-    for number, block in enumerate(blocks("README.md", "yaml")):
-        (clone / f"block{number}.yml").write_text(block)
-        assert from_config(load([ROOT / "configs/demo.yml", clone / f"block{number}.yml"]), 100)
-    (example,) = blocks("README.md", "python")
-    (clone / "bump.py").write_text(example)
-    words = [*MODEL, *ONE, "num_attention_heads=4", "pos_emb_file=bump.py"]
-    train = "python train.py configs/demo.yml pos_emb=bump save=runs/bump"
-    assert " 4 of them in the encoding" in succeed(forks, clone, train, words)
-    measure = "python evaluate.py --checkpoint runs/bump --lengths 512 1024"
-    assert "bump" in succeed(forks, clone, measure, [*EVALUATED, "pos_emb_file=bump.py"])
+def test_the_readmes_configuration_makes_a_model(tmp_path):
+    (settings,) = blocks("README.md", "yaml")
+    (tmp_path / "settings.yml").write_text(settings)
+    assert from_config(load([ROOT / "configs/demo.yml", tmp_path / "settings.yml"]), 100)
 
 
 def test_the_readmes_table_is_the_measured_one():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     _, grid, *_ = table(read_rows([DOCS / "demo.jsonl"]), form="markdown").split("\n\n")
     assert grid in readme
-    assert [name for name in REGISTRY if not re.search(rf"[` ]{name}[` \n]", readme)] == []
 
 
 def test_the_questions_settings_and_its_two_nodes_are_understood(tmp_path):

@@ -1,11 +1,9 @@
 """Files and folders that appear whole or not at all, with one owner at a time."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -114,17 +112,15 @@ def process(tmp_path):
     started.stdout.close()
 
 
-def test_the_second_owner_reads_who_the_first_is_and_a_killed_one_blocks_nobody(
-    tmp_path, process, caplog
-):
+def test_the_second_owner_is_refused_and_a_killed_one_blocks_nobody(tmp_path, process):
     """Not even while a worker that it has forked still runs."""
     folder = tmp_path / "run"
     before = names(folder)
-    who = rf"process {process.pid} on {os.uname().nodename}, since [\d-]+ [\d:]+ UTC"
-    with pytest.raises(UserError) as refused, owned_folder(folder, "save"):
+    with (
+        pytest.raises(UserError, match=f"save: {folder} is in use by another process"),
+        owned_folder(folder, "save"),
+    ):
         pass
-    end = "wait until it has ended, end it, or choose another folder"
-    assert re.fullmatch(rf"save: {folder} is in use by {who} - {end}", str(refused.value))
     with owned_file(folder / "a.jsonl", "--output"), atomic_write(folder / "big.bin") as temporary:
         temporary.write_text("mine")
         assert set(before) < set(names(folder))
@@ -134,17 +130,12 @@ def test_the_second_owner_reads_who_the_first_is_and_a_killed_one_blocks_nobody(
     with owned_folder(folder, "save"):
         assert names(folder) == [".owner", "big.bin"]
     assert names(folder) == ["big.bin"]
-    note = rf"{folder}: {who}, did not finish here and has ended - taking over"
-    assert re.fullmatch(note, caplog.messages[-1])
 
 
 def test_folders_that_were_made_for_an_owner_go_with_it_if_they_stay_empty(tmp_path):
     with pytest.raises(ZeroDivisionError), owned_folder(tmp_path / "a" / "b", "save"):
         raise ZeroDivisionError
     assert names(tmp_path) == []
-    with owned_folder(tmp_path / "a" / "b", "save"):
-        (tmp_path / "a" / "b" / "weights").touch()
-    assert names(tmp_path / "a" / "b") == ["weights"]
 
 
 def test_a_file_and_its_folder_have_different_owners(tmp_path):
@@ -152,7 +143,7 @@ def test_a_file_and_its_folder_have_different_owners(tmp_path):
         owned_folder(tmp_path, "save"),
         owned_file(tmp_path / "a.jsonl", "--output"),
         owned_file(tmp_path / "b.jsonl", "--output"),
-        pytest.raises(UserError, match=r"--output: .*/a.jsonl is in use by .* choose another file"),
+        pytest.raises(UserError, match=r"--output: .*/a.jsonl is in use by "),
         owned_file(tmp_path / "a.jsonl", "--output"),
     ):
         pass
@@ -163,14 +154,11 @@ def test_litter_of_dead_processes_is_removed_and_nothing_else(tmp_path):
     dead = subprocess.Popen([sys.executable, "-c", "pass"])
     dead.wait()
     with atomic_write(tmp_path / "a.txt") as temporary:
-        place = temporary.name.split(".")[-2]
+        host = temporary.name.split(".")[-2]
         temporary.touch()
-    other_machine = f".c.txt.{dead.pid}.{'0' * 8}.tmp"
-    for name in (f".a.txt.{dead.pid}.{place}.tmp", f".b.txt.{dead.pid}.{place}.tmp", other_machine):
+    other_machine = f".c.txt.{dead.pid}.elsewhere.tmp"
+    for name in (f".a.txt.{dead.pid}.{host}.tmp", f".b.txt.{dead.pid}.{host}.tmp", other_machine):
         (tmp_path / name).write_text("half")
-    old = tmp_path / f".c.txt.{dead.pid}.{'1' * 8}.tmp"
-    old.write_text("half")
-    os.utime(old, (time.time() - 25 * 3600,) * 2)
     (tmp_path / ".mine.tmp").write_text("a user's")
     with atomic_write(tmp_path / "a.txt") as temporary:
         temporary.write_text("whole")

@@ -2,12 +2,8 @@
 
 import re
 import subprocess
-import sys
-from pathlib import Path
 
-import pytest
-
-from tests.support import ROOT, run
+from tests.support import ROOT
 
 ABSENT = """
 from importlib.machinery import PathFinder
@@ -31,27 +27,6 @@ def gpu_test_files():
     files = (ROOT / "tests").rglob("test_*.py")
     marked = [file for file in files if re.search(r"pytest\.mark\.gpu\b", file.read_text())]
     return {str(file.relative_to(ROOT)) for file in marked}
-
-
-@pytest.mark.campaign
-def test_tests_of_kernels_and_benchmarks_need_torch_numpy_and_pytest_alone(tmp_path):
-    (tmp_path / "absent.py").write_text(ABSENT)
-    options = ["-p", "absent", "-p", "no:cacheprovider", "-q", "-rs"]
-    done = run(
-        *("-m", "pytest", *options, "-k", "gpu and not compiles or cannot_compute"),
-        *sorted(gpu_test_files()),
-        env={
-            "PYTHONPATH": f"{ROOT}:{tmp_path}",
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        },
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    reasons = re.findall(r"^SKIPPED \[(\d+)\] (\S+?):.*?: (.*)$", done.stdout, re.M)
-    assert {Path(file).as_posix() for _, file, _ in reasons} == gpu_test_files()
-    no_device = "needs a CUDA device and TEST_GPU=1, as make gpu-check sets it"
-    for _, file, reason in reasons:
-        whole_engine = file == "tests/test_no_sync.py"
-        assert "could not import" in reason if whole_engine else reason == no_device
 
 
 def steps(block):
@@ -80,11 +55,3 @@ def test_blocks_have_every_gpu_test_and_at_most_seven_eight_and_ten_minutes():
             words |= set(command.split())
     assert gpu_test_files() <= words
     assert {"configs/data/openwebtext2.yml", "save=out/runs/rotary"} <= words
-
-
-@pytest.mark.campaign
-def test_a_dry_run_trains_and_compares(tmp_path):
-    make = ["make", "gpu-check", "DRY=1", "BLOCK=2", f"OUT={tmp_path}", f"PYTHON={sys.executable}"]
-    done = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert "Error" not in done.stdout + done.stderr
-    assert "kerple_log" in (tmp_path / "table.md").read_text()

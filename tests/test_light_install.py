@@ -1,26 +1,21 @@
 """`pip install .` installs what the public rooms need; commands name the extra that they need."""
 
 import ast
-import json
-import os
 import re
 import shutil
 import sys
 import tomllib
 from pathlib import Path
 
-import pytest
-import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from megatron.errors import OF_TRAIN, missing_package
+from megatron.report.document import make_clone
 from tests.checkpoints import checkpoint_of_bytes
 from tests.support import ROOT, blocks, run
 from tests.test_public_names import PAGE, names_of_the_page
 from tests.test_repository import PRODUCT, imports, requirements, tree
-from tools.document_commands import make_clone
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LIGHT = [Requirement(text) for text in PROJECT["dependencies"]]
@@ -89,37 +84,10 @@ def test_every_other_package_is_one_of_the_extra():
     assert imported - LIGHT_NAMES - BY_PYDANTIC - OPTIONAL == OF_TRAIN
     names = {canonicalize_name(Requirement(text).name) for text in EXTRAS["train"]}
     unused = {"tensorboard"}  # by torch itself
-    brought = {"markupsafe", "pyarrow"}  # by Jinja2 and datasets
+    brought = {"pyarrow"}  # by datasets
     assert {canonicalize_name(name) for name in OF_TRAIN - brought} == names - unused
 
 
-def test_encodings_and_attention_load_no_package_but_torch():
-    code = (
-        "import sys, torch; before = {*sys.modules}; import megatron.positions, megatron.attention;"
-        "print(*sorted({name.partition('.')[0] for name in {*sys.modules} - before}))"
-    )
-    loaded = {*run("-c", code).stdout.split()}
-    assert loaded - sys.stdlib_module_names <= {"megatron", "torch"}
-    assert "megatron" in loaded
-
-
-WORKING = {
-    *("check_encoding.py", "claims.py", "compare.py", "deepy.py"),
-    *("document_commands.py", "generate.py", "import_checkpoint.py", "inspect_checkpoint.py"),
-    *("inspect_data.py", "merge_data.py", "migrate_config.py", "train.py"),
-}
-SOME = {"deepy.py", "document_positions.py", "train.py"}
-PATHS = sorted([*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")])
-EVERY = os.environ.get("CAMPAIGN") == "1"
-HELPED = [str(path) for path in PATHS if EVERY or path.name in SOME]
-GENERATE = [str(ROOT / "generate.py"), "--checkpoint", "runs/mep", "--prompt", "Every token"]
-GENERATE += ["tokenizer_type=CharLevelTokenizer", "--max-new-tokens", "4"]
-TASK = ["train_iters=1", "data_path=task:copy", "save=runs/new"]
-STEPS = [
-    GENERATE,
-    [str(ROOT / "tools/import_checkpoint.py"), "models/neox", "-o", "runs/neox"],
-    [str(ROOT / "train.py"), "runs/mep/global_step10/config.yml", *TASK],
-]
 CHECKS_OF_THE_PAGE = [
     "assert bias.shape == (4, 256)",
     "assert out.shape == (1, 4, 256, 16)",
@@ -130,59 +98,22 @@ CHECKS_OF_THE_PAGE = [
 ]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """Of docs/python.md, `--help` of scripts and STEPS, as after `pip install .`."""
-    folder = tmp_path_factory.mktemp("light")
-    make_clone(folder)
+def test_the_page_and_then_a_training_run_after_a_light_install(tmp_path):
+    make_clone(tmp_path)
     settings = ["num_layers=1", "hidden_size=32", "num_attention_heads=4", "seq_length=64"]
-    checkpoint_of_bytes(folder / "runs/mep", *settings, "pos_emb=alibi")
-    torch.manual_seed(1)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    theirs = GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=64, intermediate_size=32, **sizes))
-    theirs.save_pretrained(folder / "models/neox")
+    checkpoint_of_bytes(tmp_path / "runs/mep", *settings, "pos_emb=alibi")
     examples = blocks(PAGE, "python")
     light = [block for block in examples if not re.search("# .train.$", block, re.M)]
-    (folder / "page.py").write_text("\n".join([*light, *CHECKS_OF_THE_PAGE]))
-    commands = [["page.py"], *([script, "--help"] for script in HELPED), *STEPS]
-    done = run(ROOT / "tests/light_install.py", json.dumps(commands), cwd=folder)
-    assert done.returncode == 0, done.stderr
-    page, *others = json.loads(done.stdout)
-    return page, others[: len(HELPED)], others[len(HELPED) :]
-
-
-def message(script, package):
-    name = Path(script).name
-    return f"{name}: {package} is not installed - pip install '.[train]' in the project's folder\n"
-
-
-def test_the_page_runs_after_a_light_install(results):
-    status, output, errors = results[0]
-    assert status == 0, errors
-    assert "mep_free" in output
-
-
-def test_a_command_without_its_packages_names_the_extra(results):
-    working = set()
-    for script, (status, output, errors) in zip(HELPED, results[1], strict=True):
-        if status == 0:
-            assert "usage:" in output
-            assert errors == ""
-            working.add(Path(script).name)
-        else:
-            assert status == 1
-            assert errors in {message(script, package) for package in OF_TRAIN}
-    assert working >= (WORKING if EVERY else SOME & WORKING)
-
-
-def test_a_step_without_its_package_names_the_extra(results):
-    others = results[2]
-    packages = ["transformers", "transformers", "deepspeed"]
-    scripts = ["generate.py", "import_checkpoint.py", "train.py"]
-    assert [result[0] for result in others] == [1, 1, 1]
-    for (_, _, errors), script, package in zip(others, scripts, packages, strict=True):
-        assert errors.endswith(message(script, package))
-        assert "Traceback" not in errors
+    (tmp_path / "page.py").write_text("\n".join([*light, *CHECKS_OF_THE_PAGE]))
+    step = [*settings, "train_iters=1", "data_path=task:copy", "save=runs/new"]
+    done = run(ROOT / "tests/light_install.py", "page.py", ROOT / "train.py", *step, cwd=tmp_path)
+    assert "mep_free" in done.stdout, done.stderr
+    assert done.returncode == 1
+    message = (
+        "train.py: deepspeed is not installed - pip install '.[train]' in the project's folder"
+    )
+    assert done.stderr.endswith(f"{message}\n")
+    assert "Traceback" not in done.stderr
 
 
 def test_only_packages_of_the_extra_are_named():

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
+from megatron.report.document import make_clone
 from megatron.results.files import read_rows
 from tests.support import ROOT
-from tools.document_commands import make_clone
 
 pytestmark = pytest.mark.docs
 

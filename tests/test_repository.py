@@ -17,11 +17,12 @@ ROOT = Path(__file__).resolve().parent.parent
 LEVELS = [
     {"errors", "commit", "strict_json"},
     {"files", "strict_yaml"},
-    {"folder_lock", "cli_errors", "splits"},
+    {"folder_lock", "cli_errors", "splits", "layer_kinds"},
     {"protocols"},
     {"positions", "attention", "results"},
     {"config", "parallel"},
     {"model", "data"},
+    {"hybrids"},
     {"checkpoints"},
     {"evaluation"},
     {"training", "conformance"},

@@ -14,10 +14,10 @@ what a call takes beyond its inputs; on the CPU, how far the process grows.
 
 import argparse
 import ctypes
+import platform
 import re
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,22 +27,23 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.benchmark import Timer
+from torch.utils.benchmark.utils.timer import timer as synchronized
 
 from megatron.attention.flex import CALLS, flex
 from megatron.cli_errors import command_parser, guarded
 from megatron.commit import commit
-from megatron.errors import UserError
+from megatron.conformance.subject import Subject
 from megatron.files import ROOT
 from megatron.model import GPT
 from megatron.model.block import attend_with_encoding
 from megatron.model.gpt import LayerPlan, attention_inputs
-from megatron.model.settings import Architecture, AttentionSettings
-from megatron.positions import REGISTRY, Position, Shape, build, options_of
-from megatron.positions.registry import encoding_called
+from megatron.model.settings import AttentionSettings
+from megatron.positions import REGISTRY, options_of
 
 ON_GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
-SHORTEST = 20  # milliseconds that one measurement lasts at least, by repeating the call
+SHORTEST = 0.02  # seconds that one measurement lasts at least, by repeating the call
 SIZES = {"hidden": 768, "layers": 12, "heads": 12, "vocab": 50304, "train_length": 512}
 PLAIN, FLEX = "plain attention", ", flex_attention"
 Call = Callable[[], Any]
@@ -66,19 +67,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, size in SIZES.items():
         add(f"--{name}", type=int, default=size, help="default: %(default)s")
     options = parser.parse_args(argv)
-    if options.hidden % options.heads:
-        raise UserError(f"--hidden: {options.hidden} cannot be split over --heads {options.heads}")
     torch.set_flush_denormal(True)
     torch.set_num_threads(options.threads)
-    settings = {name: {} for name in options.encodings}
+    settings: dict[str, Settings] = {name: {} for name in options.encodings}
     if not settings:
         longest = max(options.length, options.train_length, *options.attention)
         for name in ["rotary", *sorted(REGISTRY)]:
             settings[name] = options_in_file(name, longest)
-    if options.attention:
-        flexed = {name + FLEX: own for name, own in settings.items() if options.flex}
-        settings = {PLAIN: {}} | settings | flexed
-    print(conditions())
+    hardware = torch.cuda.get_device_name() if ON_GPU else platform.processor() or "CPU"
+    print(f"`python {' '.join(sys.argv)}`  \n{hardware}, torch {torch.__version__},", end=" ")
+    print(f"threads {options.threads}, commit {commit()}, {time.strftime('%Y-%m-%d')}\n")
 
     groups = {
         f"step of {options.batch} x {options.train_length} tokens": partial(step, options),
@@ -86,14 +84,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     if options.attention:
         groups = {}
-        for length in options.attention:
-            groups[f"attention, {length}"] = partial(attention, options, length, False)
-            groups[f"attention and backward, {length}"] = partial(attention, options, length, True)
+        flexed = {name + FLEX: values for name, values in settings.items() if options.flex}
+        settings = {PLAIN: {}} | settings | flexed
+    for length in options.attention:
+        groups[f"attention, {length}"] = partial(attention, options, length, False)
+        groups[f"attention and backward, {length}"] = partial(attention, options, length, True)
     finished = [measure(title, make, settings, options.rounds) for title, make in groups.items()]
     return 0 if all(finished) else 1
 
 
-def options_in_file(name: str, longest: int) -> dict[str, Any]:
+def options_in_file(name: str, longest: int) -> Settings:
     """pos_emb_args of the encoding's file, with a row for every position of a table of rows."""
     from megatron.config.yaml_files import read_file  # needs PyYAML
 
@@ -104,33 +104,20 @@ def options_in_file(name: str, longest: int) -> dict[str, Any]:
     return options
 
 
-def encodings(
-    options: argparse.Namespace, name: str, settings: Settings, layers: int = 1
-) -> list[Position]:
-    """One encoding for all layers, or one for each."""
-    torch.manual_seed(0)
-    heads, hidden = options.heads, options.hidden
-    shape = Shape(heads, hidden // heads, hidden, options.train_length)
-    count = layers if encoding_called(name).per_layer else 1
-    return [build(name, shape, **settings) for _ in range(count)]
+def subject(options: argparse.Namespace, name: str, settings: Settings) -> Subject:
+    heads = options.heads
+    sizes = heads, options.hidden // heads, options.train_length, options.vocab
+    return Subject(name, settings, *sizes)
 
 
 def model(options: argparse.Namespace, name: str, settings: Settings) -> GPT:
-    architecture = Architecture(
-        hidden_size=options.hidden,
-        num_layers=options.layers,
-        num_attention_heads=options.heads,
-        seq_length=options.train_length,
-        heads_per_query=encoding_called(name).heads_per_query,
-    )
-    positions = encodings(options, name, settings, options.layers)
-    gpt = GPT(architecture, AttentionSettings(), positions=positions, vocab=options.vocab)
+    gpt = subject(options, name, settings).gpt(layers=options.layers)
     gpt.to(DEVICE, DTYPE).positions.float()
     return gpt
 
 
 def step(options: argparse.Namespace, name: str, settings: Settings) -> Call:
-    gpt = model(options, name, settings)
+    gpt = model(options, name, settings).train()
     ids = torch.randint(options.vocab, (options.batch, options.train_length + 1), device=DEVICE)
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
 
@@ -144,7 +131,7 @@ def step(options: argparse.Namespace, name: str, settings: Settings) -> Call:
 
 
 def evaluation(options: argparse.Namespace, name: str, settings: Settings) -> Call:
-    gpt = model(options, name, settings).eval()
+    gpt = model(options, name, settings)
     ids = torch.randint(options.vocab, (1, options.length + 1), device=DEVICE)
     return torch.inference_mode()(partial(gpt, ids[:, :-1], labels=ids[:, 1:]))
 
@@ -160,7 +147,7 @@ def attention(
     if name == PLAIN:
         compute = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
     else:
-        [position] = encodings(options, name.removesuffix(FLEX), settings)
+        position = subject(options, name.removesuffix(FLEX), settings).position().train()
         position.to(DEVICE).prepare(length)
         leaves += position.parameters()
         plan = LayerPlan(position, "", None, None, "auto")
@@ -190,7 +177,7 @@ def measure(
     title: str, make: Callable[[str, Settings], Call], encodings: dict[str, Settings], rounds: int
 ) -> bool:
     """Print a table of what the encodings' calls take; whether all of them can run."""
-    running, peaks, reasons = deque(), {}, {}
+    running, peaks, reasons = [], {}, {}
     for name, settings in encodings.items():
         print(name, file=sys.stderr, flush=True)
         try:
@@ -200,12 +187,16 @@ def measure(
             reasons[name] = str(fault).partition("\n")[0]
             continue
         peaks[name] = peak(call)
-        running.append((name, call, 1 + int(SHORTEST / max(milliseconds(call, 1), 0.2))))
+        # On the CPU the time of all threads; `synchronized` waits until a GPU is idle.
+        clock = synchronized if ON_GPU else time.process_time
+        threads = torch.get_num_threads()
+        timer = Timer("call()", timer=clock, globals={"call": call}, num_threads=threads)
+        running.append((name, timer, 1 + int(SHORTEST / max(timer.timeit(1).mean, 0.0002))))
     times = {name: [] for name in peaks}
     for _ in range(rounds):
-        for name, call, repeats in running:
-            times[name].append(milliseconds(call, repeats))
-        running.rotate(-1)
+        for name, timer, repeats in running:
+            times[name].append(1000 * timer.timeit(repeats).mean)
+        running = [*running[1:], *running[:1]]
 
     print(f"#### {title}\n\n|  | ms | time | MiB |\n| --- | ---: | ---: | ---: |")
     first = next(iter(times.values()), [])
@@ -218,22 +209,6 @@ def measure(
         print(f"| {name} | {np.median(times[name]):,.2f} | {ratio:.3g} | {mebibytes:,.0f} |")
     print(flush=True)
     return not reasons
-
-
-def milliseconds(call: Call, repeats: int) -> float:
-    """Of one call, the mean of `repeats`."""
-    begin = clock()
-    for _ in range(repeats):
-        call()
-    return (clock() - begin) * 1000 / repeats
-
-
-def clock() -> float:
-    """Seconds of the CPU; with a GPU, of the wall when it is idle."""
-    if not ON_GPU:
-        return time.process_time()
-    torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def peak(call: Call) -> int:
@@ -254,18 +229,6 @@ def resident_peak() -> int:
     """The most bytes that this process had since its peak was forgotten, unlike ru_maxrss."""
     status = Path("/proc/self/status").read_text()
     return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024
-
-
-def conditions() -> str:
-    """The command and what its figures depend on."""
-    hardware = "CPU"
-    if ON_GPU:
-        hardware = torch.cuda.get_device_name()
-    elif names := re.findall("model name.*: (.*)", Path("/proc/cpuinfo").read_text()):
-        hardware = names[0]
-    settings = f"torch {torch.__version__}, threads {torch.get_num_threads()}"
-    origin = f"commit {commit()}, {time.strftime('%Y-%m-%d')}"
-    return f"`python {' '.join(sys.argv)}`  \n{hardware}, {settings}, {origin}\n"
 
 
 if __name__ == "__main__":

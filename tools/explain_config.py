@@ -2,34 +2,49 @@
 
 python tools/explain_config.py configs/125M.yml configs/pos_emb/kerple_log.yml seed=1235
 python tools/explain_config.py configs/125M.yml --brief --gpu h100 --mfu 0.4
+python tools/explain_config.py train.yml exp_configs/ali_tanh_gau_all003_arxiv_1235.yml -o mine.yml
 
 Then the size of the run: parameters, tokens, floating point operations, memory and GPU hours. Hours
 depend on --mfu, the fraction of the data sheet's speed that the run reaches: 0.35 is assumed, the
 log shows yours as `mfu`. Nothing is trained.
+
+-o writes published files (KERPLE, MEP, GPT-NeoX) as one file in today's spelling. If the pos-emb of
+a file of MEP hides its mixture, kernels are proposed from the file's name.
 """
 
+import inspect
+import re
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
 
 from megatron.cli_errors import command_parser, guarded
 from megatron.config import Config, load
-from megatron.config.document import description
-from megatron.config.schema import SECTIONS, all_keys, plain
-from megatron.data.parts import open_parts
+from megatron.config.document import description, shown
+from megatron.config.legacy import SPELLINGS
+from megatron.config.schema import all_keys
+from megatron.config.yaml_files import find_file, read_file
 from megatron.entry import add_conf_dir, settings_first, split_words
 from megatron.errors import UserError, visible
+from megatron.files import write_output
 from megatron.model.size import parameters
 from megatron.parallel.machine import in_bytes
-from megatron.report.catalogue import formula
+from megatron.positions import ALIASES, REGISTRY
 from megatron.strict_yaml import on_one_line
 from megatron.sweeps.cost import DEVICES, UTILISATION, evaluation_flops, named_device, training_cost
-from megatron.training.batches import likely_rows, windows_per_step, with_epochs
-from megatron.training.fits import needs
+from megatron.training.batches import likely_rows, windows_per_step
+from megatron.training.fits import memory_to_train
 
 WIDTH = 100
 INDENT = " " * 6
 HOUR = 3600  # seconds
+EXPERIMENT = re.compile(r"(.+)_(openwebtext2|github|arxiv|pg19)_\d+")
+PREFIX = re.compile(r"(len1024_)?(medium_)?(snope_)?")
+COUNT = re.compile(r"all00(\d)")  # that many kernels of equal weight
+HIDES_MIXTURE = "snope"  # the beginning of such spellings of the MEP fork
 
 
 @guarded
@@ -40,72 +55,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_conf_dir(parser)
     add("--given", action="store_true", help="show only keys that a source sets")
     add("--brief", action="store_true", help="show no key, only the size of the run")
-    add("--gpu", metavar="NAME", help=f"one of cpu, {', '.join(DEVICES)}; default: all but cpu")
+    add("--gpu", metavar="NAME", help=f"one of {', '.join(DEVICES)}; default: all")
     add("--mfu", type=float, default=UTILISATION, metavar="SHARE", help="default: %(default)s")
+    file = "a new file for what the sources set, in today's spelling"
+    add("-o", "--output", type=Path, metavar="FILE", help=file)
     words = sys.argv[1:] if argv is None else list(argv)
     options = parser.parse_intermixed_args(settings_first(words))
     if not 0 < options.mfu <= 1:
         raise UserError(f"--mfu: {options.mfu:g} is not a share - give more than 0 and at most 1")
     files, overrides = split_words(options.words, options.conf_dir)
     config = load(files, overrides)
-    shared = config.parallel.context_parallel_size
-    groups = (config.launch.num_gpus or 1) * (config.launch.num_nodes or 1) // shared or 1
-    if config.training.train_batch_size:
-        groups = config.training.train_batch_size // windows_per_step(config)
-    devices = groups * shared
-    if config.training.train_epochs:
-        part = open_parts(config.data, ["train"])["train"]
-        config = with_epochs(config, part, groups)
-
+    if options.output:
+        text = in_todays_spelling(config, files)
+        write_output(options.output, text.encode())
+        print(visible(f"{options.output}:\n{text}"))
+        return 0
     lines = [] if options.brief else [*key_lines(config, only_given=options.given)]
-    vocab = likely_rows(config)
-    counted = parameters(config, vocab)
-    need = needs(config, vocab, devices)
-    evaluated = evaluation_flops({}, config, vocab)
-    steps = config.training.train_iters * groups
-    tokens, flops = training_cost(config, vocab, steps)
-    lines += [
-        f"this run (hash {config.hash}, encoding {config.label})",
-        f"  parameters          {counted.whole:,}",
-        f"    in the encoding   {counted.positions:,}",
-        f"  vocabulary          {vocab:,} rows, by the data, or GPT-2's if there are none",
-        f"  tokens              {tokens:,}",
-        f"  FLOP of training    {flops:.3g}",
-        f"  FLOP to evaluate    {evaluated:.3g}, eval_tokens at every length",
-        f"  memory to train     at least {in_bytes(need.memory)} on each of {devices} device(s)",
-        f"  disk                {in_bytes(need.disk)}, one checkpoint more than are kept",
-        "",
-        f"GPU hours to train at {options.mfu:.0%} (--mfu) of the speed below",
-    ]
-    for gpu in [options.gpu] if options.gpu else DEVICES:
-        device = named_device(gpu, config.precision.dtype, option="--gpu")
-        speed = device.flops_per_second
-        hours = flops / (speed * options.mfu) / HOUR
-        each = _short(hours / devices)
-        basis = f"{speed / 1e12:.4g} TFLOP/s, {device.basis}"
-        lines.append(f"  {gpu:<9} {_short(hours)} ({each} on {devices}); {basis}")
-    print(visible("\n".join(lines)))
+    print(visible("\n".join([*lines, *size_lines(config, options.gpu, options.mfu)])))
     return 0
 
 
 def key_lines(config: Config, *, only_given: bool) -> Iterator[str]:
     """Every key, in documented order; only_given: only those that a source sets."""
-    section = ""
     for key in all_keys():
         name = key.name
         if only_given and name not in config.origins:
             continue
-        if key.section != section:
-            section = key.section
-            about = " ".join((SECTIONS[section].__doc__ or "").split())
-            yield from textwrap.wrap(f"{section}: {about}", WIDTH, subsequent_indent="  ")
         meaning = description(key)
         if name == "pos_emb" and not config.position.pos_emb_layers:
-            meaning += f" Here: {formula(config.position.pos_emb)}"
-        value = plain(config[name])
-        text = "unset" if value is None else on_one_line(value)
+            formula, *_ = inspect.cleandoc(REGISTRY[config[name]].__doc__ or "").split("\n")
+            meaning = f"{meaning} Here: {formula}"
         default = f"default, follows {key.follows}" if key.follows else "default"
-        yield f"  {name}: {text}    [{config.origins.get(name, default)}]"
+        yield f"  {name}: {shown(config[name])}    [{config.origins.get(name, default)}]"
         yield from textwrap.wrap(meaning, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)
     if config.notes:
         yield "notes: what was converted, dropped, or has no effect"
@@ -114,8 +95,92 @@ def key_lines(config: Config, *, only_given: bool) -> Iterator[str]:
     yield ""
 
 
+def size_lines(config: Config, gpu: str | None, mfu: float) -> Iterator[str]:
+    """The size of the run, and its hours on a GPU, or on all that are known."""
+    shared = config.parallel.context_parallel_size
+    groups = (config.launch.num_gpus or 1) * (config.launch.num_nodes or 1) // shared or 1
+    if config.training.train_batch_size:
+        groups = config.training.train_batch_size // windows_per_step(config)
+    devices = groups * shared
+    vocab = likely_rows(config)
+    counted = parameters(config, vocab)
+    memory = memory_to_train(config, counted.whole, devices)
+    evaluated = evaluation_flops({}, config, vocab)
+    tokens, flops = training_cost(config, vocab, config.training.train_iters * groups)
+    yield f"this run (hash {config.hash}, encoding {config.label})"
+    yield f"  parameters          {counted.whole:,}"
+    yield f"    in the encoding   {counted.positions:,}"
+    yield f"  vocabulary          {vocab:,} rows, by the data, or GPT-2's if there are none"
+    yield f"  tokens              {tokens:,}"
+    yield f"  FLOP of training    {flops:.3g}"
+    yield f"  FLOP to evaluate    {evaluated:.3g}, eval_tokens at every length"
+    yield f"  memory to train     at least {in_bytes(memory)} on each of {devices} device(s)"
+    yield f"\nGPU hours to train at {mfu:.0%} (--mfu) of the speed below"
+    for name in [gpu] if gpu else DEVICES:
+        device = named_device(name, config.precision.dtype, option="--gpu")
+        hours = flops / (device.flops_per_second * mfu) / HOUR
+        basis = f"{device.flops_per_second / 1e12:.4g} TFLOP/s, {device.basis}"
+        yield f"  {name:<9} {_short(hours)} ({_short(hours / devices)} on {devices}); {basis}"
+
+
 def _short(hours: float) -> str:
     return f"{hours * 60:.2g} minutes" if hours < 0.1 else f"{hours:.3g} hours"
+
+
+# --- Today's spelling of published files ---
+
+
+def in_todays_spelling(config: Config, files: Sequence[str | Path]) -> str:
+    """The keys that the sources set, and in comments what was changed."""
+    notes = list(config.notes)
+    keys = {name.partition(".")[0] for name in config.origins}
+    settings = {key: value for key, value in config.flat().items() if key in keys}
+    for path in map(find_file, files):
+        published = str(read_file(path).get("pos_emb"))
+        if not published.startswith(HIDES_MIXTURE) or published not in ALIASES:
+            continue
+        mixture = mixture_named(path.stem, published)
+        if isinstance(mixture, str):
+            notes.append(f"pos_emb: the file's name does not say which were meant: {mixture}")
+        else:
+            notes.append("pos_emb: these kernels were derived from the file's name; check them")
+            settings |= {"pos_emb": "mep", "pos_emb_args": mixture}
+    lines = [f"# {note}" for note in notes]
+    lines += [f"{key}: {on_one_line(value)}" for key, value in settings.items()]
+    return "\n".join(lines) + "\n"
+
+
+def mixture_named(stem: str, pos_emb: str) -> dict[str, Any] | str:
+    """The options of `mep` that a file's name, without .yml, gives, or why it gives none.
+
+    400 files of MEP share one pos-emb, 176 another: the authors chose the kernels by commenting
+    source lines in and out, and noted them in the file's name. docs/published_files.md lists the
+    words.
+    """
+    match = EXPERIMENT.fullmatch(stem)
+    name = match[1] if match else stem
+    if name.startswith(pos_emb):
+        return "it repeats pos-emb and names no kernels"
+    name = PREFIX.sub("", name, count=1).replace("gaussian_def05", "gaussian05")
+    words = SPELLINGS["mixtures"]
+    with_weights = words["with_weights"].get(name.removesuffix("_fp32"))
+    if with_weights:
+        return dict(with_weights)
+    kernels = []
+    expected = 0
+    for word in filter(None, name.split("_")):
+        if count := COUNT.fullmatch(word):
+            expected = int(count[1])
+        elif word in words["kernels"]:
+            kernels.append(deepcopy(words["kernels"][word]))
+        elif word not in words["silent"]:
+            reasons = [why for start, why in words["unknown"].items() if word.startswith(start)]
+            return [*reasons, f"its word {word!r} is not known"][0]
+    if not kernels:
+        return "it names no kernels"
+    if expected not in (0, len(kernels)):
+        return f"it names {len(kernels)} kernels and says that they are {expected}"
+    return {"kernels": kernels}
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def requirements(table: Published, sweep: Sweep) -> Requirements:
         corpora = [str(cell.values[CORPUS_AXIS])] if CORPUS_AXIS in cell.values else table.cells
         for corpus in corpora:
             key = (corpus, cell.config.position.pos_emb)
-            hashes.setdefault(key, set()).update(cell.config.hashes)
+            hashes.setdefault(key, set()).add(cell.config.hash)
     config = sweep.cells[0].config
     length, steps = config.model.seq_length, config.training.train_iters
     facts = {"train_length": length, "step": steps, "part": table.part, "start": None}

@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     add("results", type=Path, nargs="+", metavar="FILE", help="JSON lines that evaluate.py wrote")
     add("-o", "--output", type=Path, metavar="FILE", help="a .png, .svg, .pdf or .html")
     add("--over-seeds", action="store_true", help="one line per encoding: mean ± deviation")
-    by_step = "plot by step: the lengths of a run, or runs at each length"
+    by_step = "plot by step, in a panel for each length"
     add("--over-training", action="store_true", help=by_step)
     in_bytes = "instead of perplexity, for any tokenizers"
     add("--bits-per-byte", action="store_true", help=in_bytes)
@@ -35,21 +35,21 @@ def main(argv: list[str] | None = None) -> int:
     add("--latex", const="latex", help="the tables for LaTeX (booktabs)", **form)
     folder = "of a page: a folder for its figures as PNG, SVG and PDF"
     add("--plots", type=Path, metavar="FOLDER", help=folder)
-    against = "of a page: what it compares with; default: the lowest at the longest length"
+    against = "of a page: what it compares with; default: the first"
     add("--against", metavar="NAME", help=against)
     add("--title", default="Results beyond the training length", help="of a page")
     options = parser.parse_args(argv)
-    output: Path | None = options.output
-    is_page = output is not None and output.suffix == ".html"
-    if is_page:
-        check_page(output)
+    output = options.output
+    page_file = output if output and output.suffix == ".html" else None
+    if page_file:
+        check_page(page_file)
     elif options.plots or options.against:
         parser.error("--plots and --against are of a page - give -o report.html")
 
     rows = read_rows(options.results)
-    if is_page:
+    if page_file:
         page = page_of(rows, options.against)
-        write_page(page, output, title=options.title, plots=options.plots)
+        write_page(page, page_file, title=options.title, plots=options.plots)
         figures = [name for section in page for name in section.figures]
         print(f"{output}: {len(rows)} rows, {len(figures)} figures")
         return 0

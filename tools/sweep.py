@@ -19,9 +19,8 @@ from megatron.config.load import DATA_PATHS
 from megatron.config.schema import as_list
 from megatron.config.yaml_files import read_overrides
 from megatron.data.tokens import preparing
-from megatron.errors import UserError
+from megatron.errors import UserError, visible
 from megatron.evaluation.options import number
-from megatron.parallel.machine import in_bytes
 from megatron.results.files import read_rows
 from megatron.splits import TASK_PREFIX
 from megatron.sweeps.cells import (
@@ -35,8 +34,6 @@ from megatron.sweeps.cells import (
 from megatron.sweeps.cost import DEVICES, UTILISATION, cost, named_device
 from megatron.sweeps.engines import LAUNCHERS, run_on
 from megatron.sweeps.runner import Runner, places_of
-from megatron.training.batches import likely_rows
-from megatron.training.fits import FLOAT32, needs
 
 
 @guarded
@@ -57,16 +54,17 @@ def main(argv: list[str] | None = None) -> int:
     add("--launcher", choices=("local", *LAUNCHERS), default="local", help=launchers)
     resources = "what Ray or Slurm gives each cell, by their own names"
     add("--launcher-args", nargs="+", default=[], metavar="KEY=VALUE", help=resources)
-    devices = f"give the cost for another device: cpu, {', '.join(DEVICES)}"
+    devices = f"show the time on a device: {', '.join(DEVICES)}"
     add("--device", metavar="NAME", help=devices)
     options = parser.parse_args(argv)
 
-    faults = [f"{word}: is no KEY=VALUE" for word in options.launcher_args if "=" not in word]
+    faults: list[str] = []
     resources_of_job = read_overrides(options.launcher_args, faults.append)
-    if options.launcher == "local" and resources_of_job:
-        faults.append("is for --launcher ray and slurm; here --jobs N is how many run at a time")
-    if faults:
-        raise UserError(f"--launcher-args: {faults[0]}")
+    if faults or (options.launcher == "local" and resources_of_job):
+        raise UserError(
+            "--launcher-args: takes KEY=VALUE, for --launcher ray and slurm; here --jobs N is how"
+            " many run at a time"
+        )
     if options.what == "collect":
         print(collected(options.file, options.folder))
         return 0
@@ -90,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
         alternative = "or take the cells that have their data: tools/sweep.py run --only AXIS=VALUE"
         raise UserError("\n".join([*absent, alternative]))
 
-    runner = Runner(lambda text: print(f"{text}\n", end="", flush=True))  # whole lines of threads
+    runner = Runner(say)
     if options.launcher == "local":
         runner.run(sweep.cells, places_of(options.jobs))
     else:
@@ -108,6 +106,11 @@ def main(argv: list[str] | None = None) -> int:
     if runner.stopping:
         return 130
     return int(bool(missing))
+
+
+def say(text: str) -> None:
+    """Print a whole line, also where several threads do."""
+    print(f"{visible(text)}\n", end="", flush=True)
 
 
 def collected(file: str, folder: Path | None) -> str:
@@ -135,31 +138,19 @@ def plan(
     sweep: Sweep, states: Sequence[State], jobs: int | None, device_name: str | None = None
 ) -> str:
     """The cells that will run, and their cost."""
-    device = named_device(device_name, sweep.cells[0].config.precision.dtype)
-    count = jobs or 1
-    if device_name is None:
-        # Runs on one device share its speed.
-        count = len({place.get("CUDA_VISIBLE_DEVICES") for place in places_of(jobs)})
-    elif device_name == "cpu":
-        count = 1
     tokens, flops = cost(sweep, states)
-    hours = flops / (device.flops_per_second * UTILISATION * count) / 3600
-    speed = f"{device.flops_per_second / 1e12:.3g} TFLOP/s, {device.basis}"
-    memory, in_training, weights = 0, 0, 0
-    for cell, state in zip(sweep.cells, states, strict=True):
-        if state.kind != "done":
-            need = needs(cell.config, likely_rows(cell.config), 1)
-            memory = max(memory, need.memory)
-            in_training = max(in_training, need.disk)
-            weights += FLOAT32 * need.parameters.whole
+    time = "time: --device NAME shows it"
+    if device_name is not None:
+        device = named_device(device_name, sweep.cells[0].config.precision.dtype)
+        hours = flops / (device.flops_per_second * UTILISATION * (jobs or 1)) / 3600
+        speed = f"{device.flops_per_second / 1e12:.3g} TFLOP/s, {device.basis}"
+        time = f"time: {hours:,.2f} hours on {jobs or 1} x {device.name}"
+        time += f" (assumed: {UTILISATION:.0%} of {speed})"
     lines = [
         status(sweep, states)[0],
         f"to do: {tokens / 1e6:,.1f} million tokens of training, {flops:.2e} FLOP with evaluation",
-        f"time: {hours:,.2f} hours on {count} x {device.name} "
-        f"(assumed: {UTILISATION:.0%} of {speed})",
-        f"memory to train: at least {in_bytes(memory)} of each device",
-        f"disk: {in_bytes(weights)} for weights, and {in_bytes(count * in_training)} in training",
-        "not counted: downloads, tokenising, and the disk for data",
+        time,
+        "not counted: downloads, tokenising, memory and disk",
     ]
     return "\n".join(lines)
 

@@ -7,13 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.attention.documents import (
-    TOGETHER,
-    by_chunk,
-    by_document,
-    is_one_document,
-    lengths_of_parts,
-)
 from megatron.attention.eager import eager
 from megatron.attention.flex import flex as flex
 from megatron.attention.sdpa import sdpa
@@ -31,9 +24,11 @@ BACKENDS: dict[str, Backend] = {
     "triton": triton_attention,
 }
 """Values of `attention_backend`, besides auto."""
-BY_TRITON = {"bias", "weight", "window", "chunk", "segments", "content", "sink", "needs_lse"}
-COMPUTED = {"sdpa": BY_TRITON | {"index_bias", "scores"}, "triton": BY_TRITON}
+BY_TRITON = {"bias", "weight", "window", "segments", "content", "sink", "needs_lse"}
+COMPUTED = {"sdpa": BY_TRITON | {"chunk", "index_bias", "scores"}, "triton": BY_TRITON}
 """The terms that a backend computes; eager, the definition, computes all. Others are refused."""
+ADDED = ("index_bias", "bias", "weight", "window", "chunk", "segments", "content")
+"""Terms that change plain causal attention."""
 REASONS = {
     "on_scores": "the encoding looks at content",
     "scores": "the encoding gives scores by content",
@@ -85,36 +80,25 @@ def attention(
     Returns [batch, heads, queries, features] in q's dtype. ValueError if shapes disagree or the
     backend refuses.
     """
-    heads, keys = k.shape[1:3]
-    same_heads = q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3]
-    if not (same_heads and q.shape[2] <= keys and k.shape[:3] == v.shape[:3]):
-        raise ValueError(
-            f"attention: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit"
-            " together"
-        )
-    for table_name, table in {"bias": bias, "weight": weight}.items():
-        if table is None:
-            continue
-        if table.dim() != 2 or table.shape[0] != heads or table.shape[1] < keys:
-            raise ValueError(
-                f"attention: {table_name} {list(table.shape)} must be [{heads}, at least {keys}]"
-            )
-    if sink is not None and list(sink.shape) != [heads]:
-        raise ValueError(f"attention: sink {list(sink.shape)} must be [{heads}]")
-    expected = [k.shape[0], keys]
-    if segments is not None and list(segments.shape) != expected:
-        raise ValueError(f"attention: segments {list(segments.shape)} must be {expected}")
-    if score_bias is not None:
-        u, w = score_bias
-        rank = w.shape[3:]
-        u_fits = u is None or u.shape == (*q.shape[:3], *rank)
-        if not u_fits or w.shape != (*k.shape[:3], *rank) or len(rank) > 1:
-            shown = "none" if u is None else list(u.shape)
-            raise ValueError(
-                f"attention: score_bias u {shown} and w {list(w.shape)} must be"
-                f" {list(q.shape[:3])} and {list(k.shape[:3])}, with the same last dimension where"
-                " the rank is above one"
-            )
+    batch, heads, keys, head_dim = k.shape
+    fits = {
+        "q, k and v": (
+            q.shape[:2] == k.shape[:2]
+            and q.shape[3] == head_dim
+            and q.shape[2] <= keys
+            and v.shape[:3] == k.shape[:3]
+        ),
+        "bias": bias is None or _is_table(bias, heads, keys),
+        "weight": weight is None or _is_table(weight, heads, keys),
+        "sink": sink is None or sink.shape == (heads,),
+        "segments": segments is None or segments.shape == (batch, keys),
+        "score_bias": score_bias is None or _fits(*score_bias, q, k),
+    }
+    for name, is_right in fits.items():
+        if not is_right:
+            tensors = {"q": q, "k": k, "v": v, "bias": bias, "weight": weight, "segments": segments}
+            shapes = [f"{key} {list(x.shape)}" for key, x in tensors.items() if x is not None]
+            raise ValueError(f"attention: the shape of {name} does not fit: {', '.join(shapes)}")
     check_lengths(window=window, chunk=chunk)
 
     terms = Terms(
@@ -132,32 +116,25 @@ def attention(
     return attend(q, k, v, terms, backend, self_check=self_check)
 
 
+def _is_table(table: Tensor, heads: int, keys: int) -> bool:
+    return table.dim() == 2 and table.shape[0] == heads and table.shape[1] >= keys
+
+
+def _fits(u: Tensor | None, w: Tensor, q: Tensor, k: Tensor) -> bool:
+    rank = w.shape[3:]
+    u_fits = u is None or u.shape == (*q.shape[:3], *rank)
+    return u_fits and w.shape == (*k.shape[:3], *rank) and len(rank) <= 1
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, backend: str = "auto", *, self_check: bool = True
 ) -> Tensor:
     """`attention`, with its options as a record."""
     terms = replace(terms, needs_lse=terms.sink is not None)
     name = choose(backend, q, terms, other_width=k.shape != v.shape).backend
-    compiling = torch.compiler.is_compiling()
-    in_parts = name != "eager" and terms.scores is None  # a part of given scores cannot be asked
-
-    def attend_to_part(q: Tensor, k: Tensor, v: Tensor, part: Terms) -> Tensor:
-        return attend(q, k, v, part, name, self_check=self_check)
-
-    if terms.chunk is not None and in_parts:
-        if 2 * terms.chunk < k.shape[2]:
-            return by_chunk(attend_to_part, q, k, v, terms)
+    if terms.chunk is not None and 2 * terms.chunk >= k.shape[2]:
         terms = replace(terms, chunk=None)  # it masks nothing
-    # On the CPU a call for each document costs little; a compiler would begin anew for each batch.
-    one_by_one = in_parts and name == "sdpa" and k.device.type == "cpu" and not compiling
-    if terms.segments is not None and one_by_one and k.shape[2] > TOGETHER:
-        if is_one_document(terms.segments):
-            terms = replace(terms, segments=None)
-        else:
-            rows = lengths_of_parts(terms.segments)
-            if rows is not None:
-                return by_document(attend_to_part, q, k, v, terms, rows)
-    if self_check and name not in TRUSTED and not compiling:
+    if self_check and name not in TRUSTED and not torch.compiler.is_compiling():
         check(name, BACKENDS[name], q, k, v, terms=terms)
     out, lse = BACKENDS[name](q, k, v, terms)
     return out if lse is None else with_sink(out, lse, terms.sink)
@@ -210,16 +187,10 @@ def _best(q: Tensor, terms: Terms, other_width: bool) -> Choice:
         return Choice("sdpa", REASONS["scores"])
     if q.device.type != "cuda":
         return Choice("sdpa", f"on the {q.device.type.upper()}")
-    named = {
-        "index bias": (terms.index_bias,),
-        "distance table": (terms.bias, terms.weight),
-        "window, chunks or documents": (terms.window, terms.chunk, terms.segments),
-        "bias by content": (terms.content,),
-    }
-    reasons = [name for name, values in named.items() if any(x is not None for x in values)]
-    if not reasons:
+    named = [name for name in ADDED if getattr(terms, name) is not None]
+    if not named:
         return Choice("sdpa", "plain causal on CUDA")
-    reason = " and ".join(reasons) + " on CUDA"
+    reason = f"{' and '.join(named)} on CUDA"
     obstacle = refusal("triton", q, terms, other_width)
     if obstacle is None:
         return Choice("triton", reason)

@@ -23,15 +23,6 @@ def attended(scores: Tensor, v: Tensor, needs_lse: bool) -> tuple[Tensor, Tensor
     return (scores - lse).exp() @ v, lse[..., 0]
 
 
-def probabilities(q: Tensor, k: Tensor, terms: Terms) -> Tensor:
-    """How much of each key a query takes: [batch, heads, queries, keys], at least float32."""
-    scores = all_scores(q, k, terms)
-    if terms.sink is not None:
-        column = terms.sink.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, column], dim=-1)
-    return scores.softmax(dim=-1)[..., : k.shape[2]]
-
-
 def all_scores(
     q: Tensor,
     k: Tensor,

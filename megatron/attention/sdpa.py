@@ -48,15 +48,14 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor 
     queries, keys = q.shape[2], k.shape[2]
     if terms.window is not None and terms.window >= keys:
         terms = replace(terms, window=None)  # it masks nothing
-    # Chunks stand beside given scores alone: `attend` computes all others one by one.
-    assert terms.chunk is None or terms.scores is not None
     added = terms.content is not None or terms.scores is not None
     if terms.is_causal_alone and not added and not terms.needs_lse and queries in (1, keys):
         return _fused(q, k, v, is_causal=queries == keys), None
     # Torch's kernel under autograd is faster than our gradients for a frozen table in half
     # precision: 1.1 times as long as without a bias at 2048 and 4096, ours 1.3 times.
     frozen = terms.bias is None or not terms.bias.requires_grad
-    fused = frozen and terms.weight is None and terms.segments is None and not added
+    is_masked = terms.segments is not None or terms.chunk is not None
+    fused = frozen and terms.weight is None and not is_masked and not added
     fused = fused and not terms.needs_lse and q.dtype in (torch.float16, torch.bfloat16)
     # Only autograd finds the parameters of an index bias.
     if terms.index_bias is not None or fused:
@@ -161,7 +160,8 @@ def tiles(
     some_heads = on_cpu and terms.index_bias is None  # may be computed before others
     together = batch if some_heads else batch * heads
     differs_by_head = weight is not None or content is not None or terms.scores is not None
-    plain = not differs_by_head and terms.segments is None and terms.index_bias is None
+    is_masked = terms.segments is not None or terms.chunk is not None
+    plain = not differs_by_head and not is_masked and terms.index_bias is None
     if not plain and not in_two:  # not a view of a table
         rows = min(rows, max(1, MOST_SCORES // (together * scope.keys)))
     if terms.scores is not None:
@@ -175,7 +175,7 @@ def tiles(
         # Every block reads them: where they are views of a fused projection, a copy pays.
         k, v = (k if terms.scores is not None else k.contiguous()), v.contiguous()
     cached = CACHED_SCORES * torch.get_num_threads()
-    differs_by_head = differs_by_head or (terms.segments is not None and terms.bias is not None)
+    differs_by_head = differs_by_head or (is_masked and terms.bias is not None)
     most = cached // batch if some_heads and differs_by_head and not in_two else None
     # Numbers to be overwritten by biases of content, which then have no gradient. Memory that the
     # system gives anew for each block takes nine times as long to fill.

@@ -27,28 +27,27 @@ KEYS = 200  # no multiple of a kernel's blocks
 class Small(NamedTuple):
     """A small tensor in the place of one that a backend was given."""
 
+    name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     learned: bool
 
 
 class Kind(NamedTuple):
-    """Facts that may change the compiled program: tensors in the order of NAMES, and masks."""
+    """Facts that may change the compiled program."""
 
     device: torch.device
-    tensors: tuple[Small | None, ...]
+    tensors: tuple[Small, ...]
     window: int | None
     segments: bool
 
     def __str__(self) -> str:
-        q, *_ = self.tensors
-        assert q is not None
-        masks = {"window": self.window, "segments": self.segments}
-        options = [name for name, x in zip(NAMES, self.tensors, strict=True) if x is not None][3:]
-        options += [name for name, value in masks.items() if value]
+        q, _, _, *others = self.tensors
+        options = [x.name for x in others]
+        options += [name for name in ("window", "segments") if getattr(self, name)]
         words = [str(q.dtype).removeprefix("torch."), f"head_dim {q.shape[3]}"]
         words.append(" and ".join(options) or "no table")
-        if any(x.learned for x in self.tensors if x is not None):
+        if any(x.learned for x in self.tensors):
             words.append("with gradients")
         return f"{self.device.type} ({', '.join(words)})"
 
@@ -66,16 +65,14 @@ def check(name: str, backend: Callable[..., Any], *tensors: Tensor, terms: Terms
     sizes = {q.shape[2]: min(q.shape[2], 70), k.shape[2]: keys}
     small = []
     for key, x in zip(NAMES, (*tensors, *terms.tensors[:4]), strict=True):
-        shape: tuple[int, ...] = ()
         if x is None:
-            small.append(None)
             continue
         if key in ("bias", "weight"):
-            shape = (_small_size(x.shape[0], 2), keys)
+            shape: tuple[int, ...] = (_small_size(x.shape[0], 2), keys)
         else:
             batch, heads, length, *features = x.shape
             shape = (min(batch, 2), _small_size(heads, 2), sizes[length], *features)
-        small.append(Small(shape, x.dtype, x.requires_grad and torch.is_grad_enabled()))
+        small.append(Small(key, shape, x.dtype, x.requires_grad and torch.is_grad_enabled()))
     window = None if terms.window is None else _small_size(terms.window, 60)
     kind = Kind(q.device, tuple(small), window, terms.segments is not None)
     if (backend, kind) in _passed:
@@ -128,10 +125,9 @@ def _results(
     """Output, lse and the gradients that are wanted, from the same numbers in every dtype."""
     draw = torch.Generator().manual_seed(0)  # the global generators stay as they are
     leaves: dict[str, Any] = dict.fromkeys(NAMES)
-    for name, small in zip(NAMES, kind.tensors, strict=True):
-        if small is not None:
-            numbers = torch.randn(small.shape, generator=draw).to(small.dtype)
-            leaves[name] = numbers.to(kind.device, dtype).requires_grad_(small.learned)
+    for small in kind.tensors:
+        numbers = torch.randn(small.shape, generator=draw).to(small.dtype)
+        leaves[small.name] = numbers.to(kind.device, dtype).requires_grad_(small.learned)
     q, k, v, bias, weight, u, w = leaves.values()
     segments = None
     if kind.segments:
@@ -141,11 +137,11 @@ def _results(
     terms = Terms(bias, weight, kind.window, segments=segments, content=content, needs_lse=True)
     out, lse = backend(q, k, v, terms)
 
-    results = {"output": out.detach(), "lse": lse.detach()}
-    learned = {name: x for name, x in leaves.items() if x is not None and x.requires_grad}
-    if learned:
+    if out.requires_grad:
         downs = [torch.randn(x.shape, generator=draw).to(x) for x in (out, lse)]
-        gradients = torch.autograd.grad((out, lse), list(learned.values()), downs)
-        for name, gradient in zip(learned, gradients, strict=True):
-            results[f"gradient of {name}"] = gradient
+        torch.autograd.backward((out, lse), downs)
+    results = {"output": out.detach(), "lse": lse.detach()}
+    for small in kind.tensors:
+        if small.learned:
+            results[f"gradient of {small.name}"] = leaves[small.name].grad
     return results

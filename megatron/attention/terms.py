@@ -53,12 +53,10 @@ class Content:
         """How many factors `relative` gives."""
         return self.rank if self.u is None or self.rank == 1 else self.rank + 1
 
-    def part(
-        self, rows: slice, keys: slice, heads: slice = slice(None), texts: slice = slice(None)
-    ) -> "Content":
-        """Of some queries, keys, heads and texts of the batch."""
-        u = None if self.u is None else self.u[texts, heads, rows]
-        return Content(u, self.w[texts, heads, keys], self.own_w[texts, heads, rows])
+    def part(self, rows: slice, keys: slice, heads: slice = slice(None)) -> "Content":
+        """Of some queries, keys and heads."""
+        u = None if self.u is None else self.u[:, heads, rows]
+        return Content(u, self.w[:, heads, keys], self.own_w[:, heads, rows])
 
     def bias(self) -> Tensor:
         """The whole bias: [batch, heads, queries, keys]."""
@@ -131,14 +129,14 @@ class Terms:
         content = None if w is None or own_w is None else Content(u, w, own_w)
         return replace(self, bias=bias, weight=weight, content=content)
 
-    def part(self, rows: slice, keys: slice, texts: slice = slice(None)) -> "Terms":
-        """The terms of some queries, keys and texts; the last key is the last query's own."""
+    def part(self, rows: slice, keys: slice) -> "Terms":
+        """The terms of some queries and keys; the last key is the last query's own."""
         content, index_bias = self.content, self.index_bias
         if content is not None:
-            content = content.part(rows, keys, texts=texts)
+            content = content.part(rows, keys)
         if index_bias is not None and keys.start:
             index_bias = partial(_shifted, index_bias, keys.start)
-        segments = None if self.segments is None else self.segments[texts, keys]
+        segments = None if self.segments is None else self.segments[:, keys]
         return replace(self, content=content, index_bias=index_bias, segments=segments)
 
     @property

@@ -15,16 +15,13 @@ from megatron.checkpoints.manifest import (
     note_opened,
     read_record,
 )
-from megatron.checkpoints.saved import chosen
+from megatron.checkpoints.saved import find
 from megatron.config import Config, load
 from megatron.config.config import COPY
 from megatron.errors import UserError, in_words
 from megatron.model import GPT, from_config
-from megatron.model.size import parameters
-from megatron.parallel.machine import in_bytes, total_memory
 
 READ_BY_EVALUATION = (SETTINGS, COPY, WEIGHTS)
-FLOAT32 = 4  # bytes of a number
 
 
 def read_meta(path: Path) -> tuple[Config, dict[str, Any]]:
@@ -36,7 +33,7 @@ def read_meta(path: Path) -> tuple[Config, dict[str, Any]]:
     config_hash = meta["config_hash"]
     check_files(path, (SETTINGS, COPY))
     config = load([path / SETTINGS])
-    if config_hash not in config.hashes:
+    if config_hash != config.hash:
         files = SETTINGS if config.pos_emb_code is None else f"{SETTINGS} with {COPY}"
         raise UserError(
             f"{path}/{files}: its hash is {config.hash}, the checkpoint says {config_hash}"
@@ -53,7 +50,7 @@ def load_for_evaluation(
     To the latter `path` is added, the folder global_stepN. Raises UserError if there is no
     checkpoint, or it does not hold the model that its configuration describes.
     """
-    path = chosen(folder, step)
+    path = find(folder, step)
     config, meta = read_meta(path)
     note_opened(path, meta)
     model = load_model(path, config, meta)
@@ -74,7 +71,6 @@ def load_model(
     Raises UserError if the weights cannot be read, were changed or are those of another model.
     """
     vocab = record["vocab"]
-    check_memory(path, config, vocab, FLOAT32)
     file = path / WEIGHTS
     if weights is None:
         check_files(path, (WEIGHTS,))
@@ -130,13 +126,3 @@ def fill(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
         parameter.copy_(weight)
     if missing:
         raise ValueError(f"{', '.join([*missing][:8])} missing")
-
-
-def check_memory(place: Path, config: Config, vocab: int, bytes_of_weight: int) -> None:
-    """Raises UserError if the weights in a folder are more than this machine's memory."""
-    needed = bytes_of_weight * parameters(config, vocab).whole
-    if needed > total_memory():
-        raise UserError(
-            f"{place}: opening it needs {in_bytes(needed)}, and there are"
-            f" {in_bytes(total_memory())} of memory - open it on a larger machine"
-        )

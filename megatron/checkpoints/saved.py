@@ -6,6 +6,7 @@ sweeps and evaluation agree on a run's parent, which counts for the configuratio
 
 import logging
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,13 +21,12 @@ from megatron.checkpoints.manifest import (
 )
 from megatron.config import Config
 from megatron.config.schema import Parent
-from megatron.errors import CONTROL, UserError
+from megatron.errors import UserError
 from megatron.files import read_small, remove
 
 logger = logging.getLogger(__name__)
 
 LONGEST_POINTER = 4096  # bytes of `latest`
-OLDER = "older than other checkpoints there"
 # Files of Hugging Face and of GPT-NeoX.
 OF_OTHERS = ("config.json", "layer_*-model_*.pt")
 
@@ -43,61 +43,30 @@ def step_of(path: Path) -> int | None:
 
 
 def steps_in(run: Path) -> list[int]:
-    """Steps of the checkpoints in a folder that have a checkpoint.json, ascending."""
-    return [step for step, has_record in _folders(run).items() if has_record]
+    """Steps of the folders global_stepN that hold files, ascending.
 
-
-def without_record(run: Path) -> list[int]:
-    """Steps of folders that hold files, but have lost their checkpoint.json, ascending."""
-    return [step for step, has_record in _folders(run).items() if not has_record]
-
-
-def _folders(run: Path) -> dict[int, bool]:
-    """The step of each folder global_stepN that holds files, and whether it has its record."""
-    folders = {}
+    One that has lost its checkpoint.json counts: whoever reads it says so.
+    """
+    steps = []
     for path in run.glob("global_step*"):
         step = step_of(path)
         if step is not None and path.is_dir() and any(path.iterdir()):
-            folders[step] = (path / RECORD).exists()
-    return dict(sorted(folders.items()))
+            steps.append(step)
+    return sorted(steps)
 
 
 def latest_step(run: Path) -> int | None:
-    """The step that `latest` names, or the newest one, or None if there is no checkpoint."""
-    return pointed(run)[0]
-
-
-def pointed(run: Path) -> tuple[int | None, str | None]:
-    """(the step to use, what is odd about `latest`, or None).
+    """The step that `latest` names, else the newest one, or None if there is no checkpoint.
 
     `latest` decides, also where newer checkpoints exist, so that a run can be set back by hand.
-    The step may be that of a folder that has lost its checkpoint.json: whoever reads it says so.
     """
-    steps = _folders(run)
-    newest = max(steps, default=None)
-    pointer = run / "latest"
-    if not os.path.lexists(pointer):
-        return newest, None
-    try:
-        content = read_small(pointer, LONGEST_POINTER)
-    except OSError as fault:
-        return newest, f"cannot be read ({fault.strerror})"
-    named = FOLDER.fullmatch(content.decode("utf-8", "replace").strip())
-    step = int(named[1]) if named else None
-    if step not in steps:
-        return newest, f"names no checkpoint that is there (it holds {content[:20]!r})"
-    return step, None if step == newest else f"is {OLDER} (the newest is {newest})"
-
-
-def chosen(folder: str | Path, step: int | None = None) -> Path:
-    """The same as `find`, with a warning where `latest` does not simply name the newest step."""
-    path = find(folder, step)
-    run = Path(folder)
-    if step is None and path != run:
-        note = pointed(run)[1]
-        if note:
-            logger.warning("%s/latest: %s; step %d is used", run, note, step_of(path))
-    return path
+    steps = steps_in(run)
+    with suppress(OSError):
+        text = read_small(run / "latest", LONGEST_POINTER).decode("utf-8", "replace")
+        step = step_of(Path(text.strip()))
+        if step in steps:
+            return step
+    return max(steps, default=None)
 
 
 def find(folder: str | Path, step: int | None = None) -> Path:
@@ -120,11 +89,12 @@ def find(folder: str | Path, step: int | None = None) -> Path:
             f"checkpoint: no folder {folder}"
             " - train first, or set load to the folder that training saved to"
         )
+    existing = steps_in(folder)
     number = latest_step(folder) if step is None else step
-    if number is not None and number in _folders(folder):
+    if number in existing:
         return folder_of(folder, number)
     number = "N" if step is None else step
-    steps = ", ".join(map(str, steps_in(folder))) or "none"
+    steps = ", ".join(map(str, existing)) or "none"
     cure = "check load and the step"
     if any(next(folder.glob(pattern), None) for pattern in OF_OTHERS):
         cure = f"tools/import_checkpoint.py {folder} -o RUN brings in what other programs wrote"
@@ -182,7 +152,7 @@ def keep_weights_only(folder: Path) -> None:
         except Damaged as damage:
             logger.warning("%s", damage)
             continue
-        if record.get("files", {}).pop(OPTIMIZER, None):
+        if record["files"].pop(OPTIMIZER, None):
             write_record(path, record)
         (path / OPTIMIZER).unlink(missing_ok=True)
 
@@ -216,8 +186,6 @@ def with_parent(config: Config) -> Config:
         parent_path = Path(parent.path or "").resolve() if parent else Path()
         if parent is None or Path(load).resolve() not in (parent_path, parent_path.parent):
             path = find(load)
-            if CONTROL.search(str(path)):  # every result row repeats it
-                raise UserError(f"load: {path} has a control character in its name - rename it")
             record = read_record(path)
             parent = Parent(
                 path=str(path),

@@ -1,7 +1,6 @@
 """Write a checkpoint: the files that evaluation reads, the record, and the name of the newest."""
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor
 from megatron.checkpoints.manifest import (
     OPTIMIZER,
     SETTINGS,
-    THREADS,
     WEIGHTS,
     Entries,
     entry_of,
@@ -25,35 +23,11 @@ from megatron.errors import UserError, in_words
 from megatron.files import remove, sync, umask, write_text
 
 
-def unfinished(run: Path, step: int) -> Path:
-    """The folder in which a checkpoint is written, until `finish` renames it."""
-    return run / f"partial_step{step}"
-
-
 def synced(files: list[Path]) -> Entries:
     """Size and SHA-256 of each file, which is on the disk then."""
-    with ThreadPoolExecutor(THREADS) as pool:
-        entries = list(pool.map(entry_of, files))
-        list(pool.map(sync, files))
-    return {file.name: entry for file, entry in zip(files, entries, strict=True)}
-
-
-def finish(
-    partial: Path, step: int, config: Config, facts: Mapping[str, Any], files: Entries
-) -> Path:
-    """Write checkpoint.json, rename the folder to global_step{step}, then point `latest` at it.
-
-    facts: entries of checkpoint.json beyond step, hash, commit and files
-    files: size and SHA-256 of every file of the checkpoint
-    """
-    run = partial.parent
-    final = folder_of(run, step)
-    record = {"step": step, "config_hash": config.hash, "commit": commit()}
-    write_record(partial, {**facts, **record, "files": files})
-    remove_checkpoint(final)
-    partial.rename(final)
-    write_text(run / "latest", final.name)
-    return final
+    for file in files:
+        sync(file)
+    return {file.name: entry_of(file) for file in files}
 
 
 def write_checkpoint(
@@ -66,12 +40,14 @@ def write_checkpoint(
 ) -> Path:
     """A checkpoint: to be evaluated, to start a fine-tuning from, or with `optimizer` to resume.
 
+    It is written as partial_step{step} and renamed to global_step{step}; then `latest` names it.
+
     weights: of the whole model by our names, float32, on the CPU
     facts: `vocab`, the rows of the embedding, `tokenizer`, and what else the record shall say
     optimizer: its state, as in `full_state`
     Returns its folder. Raises UserError if the disk refuses it; then nothing of it is left.
     """
-    partial = unfinished(run, step)
+    partial, final = run / f"partial_step{step}", folder_of(run, step)
     try:
         remove(partial)
         partial.mkdir(parents=True)
@@ -80,7 +56,13 @@ def write_checkpoint(
                 save_file(tensors, partial / name)
                 (partial / name).chmod(0o666 & ~umask())  # safetensors lets only the owner read it
         config.save(partial / SETTINGS)
-        return finish(partial, step, config, facts, synced(sorted(partial.iterdir())))
+        record = {"step": step, "config_hash": config.hash, "commit": commit()}
+        files = synced(sorted(partial.iterdir()))
+        write_record(partial, {**facts, **record, "files": files})
+        remove_checkpoint(final)
+        partial.rename(final)
+        write_text(run / "latest", final.name)
+        return final
     except (OSError, SafetensorError) as fault:
         remove(partial)
         raise UserError(

@@ -29,8 +29,9 @@ from megatron.positions import (
     options_of,
     syntax_fingerprint,
 )
-from megatron.positions.layers import Entry, entries_of, linear_entries, name_of_layers
+from megatron.positions.layers import Entry, entries_of, name_of_layers
 from megatron.positions.registry import encoding_called
+from megatron.results.row import SHOWN_IF_SET
 
 COPY = "pos_emb_file.py"  # the user's own encoding, beside the configuration of a checkpoint
 
@@ -87,37 +88,26 @@ class Config(Sections):
         A new key with a default changes no old hash. Folders, logging, launching and evaluation do
         not count, nor do comments in pos_emb_file.
         """
-        return self.hashes[0]
-
-    @property
-    def hashes(self) -> list[str]:
-        """The hash, and those of earlier versions: comments in pos_emb_file counted, the file also
-        where no encoding of it is used, and window did not."""
         shaping = {}
         for key in all_keys():
             value = plain(self[key.name])
             default = self[key.follows] if key.follows else plain(default_of(key.info))
             if key.shapes_result and value != default:
                 shaping[key.name] = file_names(value) if key.name in BY_FILE_NAME else value
-        if self.training.train_epochs is not None:  # train_iters follows from the data
-            shaping.pop("train_iters", None)
+        arguments = shaping.pop("layer_args", {})
+        shaping |= {key: value for key, value in arguments.items() if value is not None}
         shaping |= self._chosen()
         if not shaping["pos_emb_layers"]:
             del shaping["pos_emb_layers"]
         not_empty = {key: value for key, value in shaping.items() if value != {}}
         not_empty.pop("pos_emb_file", None)
-        spellings = [not_empty]
         if self.pos_emb_code is not None:  # the text counts, not where the file is
-            names = NAMES_IN_FILES.get(syntax_fingerprint(self.pos_emb_code))
+            digest = syntax_fingerprint(self.pos_emb_code)
+            names = NAMES_IN_FILES.get(digest)
             text = json.dumps(not_empty)
             if names is None or any(json.dumps(name) in text for name in names):
-                spellings.clear()
-            for digest_of in (syntax_fingerprint, fingerprint):
-                spellings.append(not_empty | {"pos_emb_file": digest_of(self.pos_emb_code)})
-        if "window" in not_empty:
-            spellings.append({key: spellings[0][key] for key in spellings[0] if key != "window"})
-        texts = [json.dumps(_canonical(settings), sort_keys=True) for settings in spellings]
-        return [fingerprint(text)[:12] for text in texts]
+                not_empty["pos_emb_file"] = digest
+        return fingerprint(json.dumps(_canonical(not_empty), sort_keys=True))[:12]
 
     def model_keys(self) -> dict[str, Any]:
         """The keys that make two models the same: model and position, without default options."""
@@ -132,8 +122,7 @@ class Config(Sections):
     def _chosen(self) -> dict[str, Any]:
         """The encoding's options that differ from its own defaults, however they are spelt."""
         entries = entries_of(self.position)
-        linear = {entry.name: _not_default(entry) for entry in linear_entries(self.model)}
-        chosen = {"linear_pos_emb": linear, "pos_emb_args": {}, "pos_emb_layers": []}
+        chosen = {"pos_emb_args": {}, "pos_emb_layers": []}
         if not self.position.pos_emb_layers:
             return chosen | {"pos_emb_args": _not_default(entries[0])}
         layers = [{entry.name: _not_default(entry)} for entry in entries]
@@ -144,12 +133,14 @@ class Config(Sections):
         """What labels name beside the encoding, by the keys of rows; empty where all is usual."""
         counts = [(kind, len([*alike])) for kind, alike in groupby(self.model.layers)]
         softmax_type = self.model.softmax_type
-        facts = {
-            "layer_kinds": " + ".join(f"{count} {kind}" for kind, count in counts),
-            "linear_pos_emb": ", ".join(map(str, linear_entries(self.model))),
-            "attention_gate": self.model.attention_gate,
-            "softmax_type": None if softmax_type == "vanilla" else softmax_type,
-            "optimizer_type": "Muon" if self.optimizer.optimizer.type == "Muon" else None,
+        facts = {"layer_kinds": " + ".join(f"{count} {kind}" for kind, count in counts)}
+        for key, value in self.model.layer_args.items():
+            if key in SHOWN_IF_SET:
+                entries = value.items() if isinstance(value, dict) else [(value,)]
+                facts[key] = ", ".join(str(Entry(*entry)) for entry in entries)
+        facts |= {
+            "softmax_type": "" if softmax_type == "vanilla" else softmax_type,
+            "optimizer_type": "Muon" if self.optimizer.optimizer.type == "Muon" else "",
         }
         return {key: value for key, value in facts.items() if value}
 
@@ -183,7 +174,7 @@ class Config(Sections):
                 " made",
             ),
             (
-                trains and not (training.train_iters or training.train_epochs),
+                trains and not training.train_iters,
                 "train_iters: not given; the number of steps, at least 1; 0 measures the"
                 " checkpoint in load",
             ),
@@ -235,7 +226,7 @@ def staged(position: Position, attention: Attention, stage: Stage) -> tuple[Posi
 
 def _not_default(entry: Entry) -> dict[str, Any]:
     """The options of an encoding that differ from its own defaults."""
-    defaults = defaults_of(entry.name)
+    defaults = defaults_of(entry.name, entry.options)
     chosen = {}
     for name, value in entry.options.items():
         if name not in defaults or plain(value) != plain(defaults[name]):

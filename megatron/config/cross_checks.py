@@ -10,7 +10,6 @@ import torch
 from megatron.config.config import staged
 from megatron.config.legacy import CORPORA
 from megatron.config.messages import Report, contradiction
-from megatron.config.schedules import SHAPES
 from megatron.config.schema import (
     Attention,
     Checkpoint,
@@ -27,39 +26,19 @@ from megatron.config.schema import (
 )
 from megatron.errors import UserError
 from megatron.files import place_of
-from megatron.positions import options_of
-from megatron.positions.base import check_heads, check_latent
+from megatron.layer_kinds import layer_called, options_of_layers
+from megatron.positions import build, options_of
+from megatron.positions.base import check_heads
 from megatron.positions.layers import (
-    ATTENTION,
-    LATENT,
-    WITH_ENCODING,
     attention_count,
-    build_entry,
-    build_linear,
     entries_of,
+    layers_of_kinds,
     name_of_layers,
     shape_of,
 )
 from megatron.positions.outline import Outline
 from megatron.splits import PARTS, TASK_PREFIX, parse_split
 
-OF_STATES = (
-    "allow_neg_eigval",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_pos_emb",
-)
-"""Keys that only gated_delta and kda layers read."""
-OF_LATENTS = (
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_rope_head_dim",
-    "qk_nope_head_dim",
-    "v_head_dim",
-)
-"""Keys that only mla layers read."""
 Faults = Iterator[str]
 
 
@@ -76,28 +55,8 @@ def check_together(sections: Mapping[str, Any], report: Report, *, trains: bool 
                 report.fault(message)
 
 
-def _lacks_width(model: Model) -> bool:
-    """Whether a head has hidden_size / num_attention_heads features, and this is no whole number.
-
-    Layers of mla, gated_delta and kda may give all their sizes themselves.
-    """
-    kinds = set(model.layers or (ATTENTION,))
-    sizes = [model.head_dim] if ATTENTION in kinds else []
-    if LATENT in kinds:
-        sizes += [getattr(model, key) for key in OF_LATENTS if key != "q_lora_rank"]
-    if kinds - WITH_ENCODING:
-        sizes.append(model.linear_key_head_dim)
-    is_divided = model.head_dim is None and None in sizes
-    return is_divided and model.hidden_size % model.num_attention_heads > 0
-
-
 def _model(model: Model) -> Faults:
-    heads, hidden = model.num_attention_heads, model.hidden_size
-    if _lacks_width(model):
-        yield (
-            f"hidden_size: {hidden} cannot be split over num_attention_heads = {heads};"
-            f" try hidden_size = {max(hidden // heads, 1) * heads}"
-        )
+    heads = model.num_attention_heads
     per_query = model.heads_per_query
     if heads % per_query:
         yield (
@@ -123,12 +82,6 @@ def _model(model: Model) -> Faults:
             f"max_position_embeddings: {rows} is less than seq_length = {length};"
             f" set it to {length} or more"
         )
-    kinds = set(model.layers or (ATTENTION,))
-    if not kinds & WITH_ENCODING:
-        yield (
-            "layers: no layer has attention, which the encoding is for;"
-            " add attention to the pattern"
-        )
     if model.shared_norm and (not model.parallel_residual or model.norm_placement == "post"):
         yield (
             "shared_norm: attention and MLP read one norm of the same x; set parallel_residual:"
@@ -139,28 +92,15 @@ def _model(model: Model) -> Faults:
             "use_bias_in_output: an output matrix that is the embedding has no bias; set"
             " no_weight_tying: true, or drop this"
         )
-    for key in OF_STATES:
-        if getattr(model, key) and kinds <= WITH_ENCODING:
-            yield f"{key}: belongs to gated_delta and kda; set layers, or drop this"
-    for key in OF_LATENTS:
-        if getattr(model, key) and LATENT not in kinds:
-            yield f"{key}: belongs to mla; set layers, or drop this"
-    unread_keys = {
-        "num_key_value_heads": (model.num_key_value_heads or heads) < heads,
-        "qk_norm": model.qk_norm,
-        "clip_qkv": model.clip_qkv,
-        "attention_gate": model.attention_gate,
-    }
-    for key, is_set in unread_keys.items():
-        if is_set and ATTENTION not in kinds and LATENT in kinds:
-            yield f"{key}: mla does not read it; drop this, or take attention in layers"
-    key_heads = model.linear_num_key_heads or heads
-    value_heads = model.linear_num_value_heads or key_heads
-    if value_heads % key_heads:
-        yield (
-            f"linear_num_value_heads: {value_heads} is no multiple of the {key_heads} heads of"
-            " keys; give a number that is, or linear_num_key_heads"
-        )
+    kinds = layers_of_kinds(model)
+    for key in model.layer_args.keys() - options_of_layers(kinds):
+        yield f"layer_args: {key}: none of the layers ({', '.join(kinds)}) takes it; drop this"
+    try:
+        for name in kinds:
+            layer_called(name).sizes(model)
+        shape_of(model)
+    except UserError as fault:
+        yield str(fault)
 
 
 def _encoding(model: Model, position: Position, attention: Attention, parallel: Parallel) -> Faults:
@@ -188,24 +128,16 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
             "reset_position_ids: needs reset_attention_mask: true, because the distance to a token"
             " of another document would mean nothing; set both, or neither"
         )
-    heads, hidden = model.num_attention_heads, model.hidden_size
+    heads = model.num_attention_heads
     try:
         entries = entries_of(position)
         for entry in entries:
             options_of(entry.name)
-        if _lacks_width(model):
-            return  # it has no shape, which is reported already
+        kinds = [layer_called(name) for name in layers_of_kinds(model)]
         shape = shape_of(model)
-        head_dim = model.head_dim or hidden // heads
-        if {ATTENTION, LATENT} <= set(model.layers) and shape.head_dim != head_dim:
-            yield (
-                f"qk_rope_head_dim: the encoding acts on {shape.head_dim} features of a head in mla"
-                f" and on {head_dim} in attention, and has one width; set it to {head_dim}"
-            )
         # Drawing first values must not move the caller's generator.
         with torch.random.fork_rng(devices=[]), Outline():
-            encodings = [build_entry(position, entry, shape) for entry in entries]
-            build_linear(model)
+            encodings = [build(entry.name, shape, **entry.options) for entry in entries]
         several = len({str(entry) for entry in entries}) > 1
         for encoding, entry in zip(encodings, entries, strict=True):
             if several and encoding.changes_embeddings:
@@ -215,8 +147,9 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
                 )
             kv_heads = min(model.num_key_value_heads or heads, heads // model.heads_per_query)
             check_heads(encoding, kv_heads, model.heads_per_query)
-            if LATENT in model.layers:
-                check_latent(encoding)
+            for kind in kinds:
+                if kind.has_encoding:
+                    kind.check_position(encoding)
             if attention.paper_precision:
                 encoding.use_paper_precision(True)
             if attention.reset_attention_mask:
@@ -289,7 +222,7 @@ def _stages(
         return  # what is wrong is reported already
     entries = entries_of(position)
     with torch.random.fork_rng(devices=[]), Outline():
-        encodings = [build_entry(position, entry, shape_of(model)) for entry in entries]
+        encodings = [build(entry.name, shape_of(model), **entry.options) for entry in entries]
     for stage in training.seq_length_schedule:
         end = "the end" if stage.until is None else f"step {stage.until}"
         where, options = f"seq_length_schedule: the stage until {end}", stage.pos_emb_args
@@ -366,11 +299,6 @@ def _optimizer(optimizer: Optimizer, precision: Precision, parallel: Parallel) -
             f"min_lr: {optimizer.min_lr:g} is more than optimizer.params.lr = {optimizer.lr:g};"
             " lower it"
         )
-    if optimizer.decay_shape not in SHAPES:
-        yield (
-            f"lr_decay_style: {optimizer.decay_shape} has no shape; add it to"
-            " megatron/config/schedules.py"
-        )
     is_wsd = optimizer.lr_decay_style == "wsd"
     if is_wsd and optimizer.lr_schedule != "standard":
         yield "lr_decay_style: wsd is none of lr_schedule: neox-2022; set lr_schedule: standard"
@@ -412,10 +340,6 @@ def _data(data: Data, training: Training) -> Faults:
             yield contradiction("weight_by_num_documents", key)
     if data.weight_by_num_documents and not data.train_data_paths:
         yield "weight_by_num_documents: weighs the corpora of train_data_paths; give them"
-    # train_epochs passes over every window as often, so there is nothing to weigh.
-    for key in ("train_data_weights", "weight_by_num_documents"):
-        if training.train_epochs and getattr(data, key):
-            yield f"{key}: cannot be combined with train_epochs; set train_iters"
     trained = {place_of(prefix) for prefix in data.train_data_paths}
     for key in ("data_path", *CORPORA):
         places = set()

@@ -22,14 +22,14 @@ from megatron.config.messages import (
     MOST_LINES,
     Report,
     bad_configuration,
-    contradiction,
     lines,
     no_such_key,
 )
-from megatron.config.schema import KEYS, PATHS, SECTIONS, Position, all_keys, default_of
+from megatron.config.schema import KEYS, PATHS, SECTIONS, Position, all_keys, as_list, default_of
 from megatron.config.yaml_files import Nested, find_file, merge, read_file, read_overrides
 from megatron.errors import UserError, control_fault
 from megatron.files import expanded, read_small
+from megatron.layer_kinds import options_of_layers
 from megatron.positions import (
     FILES,
     LARGEST_USER_FILE,
@@ -47,7 +47,6 @@ SETTINGS = {*AFTER_MERGE, *(key.name for key in all_keys())}
 INSTEAD = {
     "pos_emb_layers": ("pos_emb", "pos_emb_args"),
     "window_layers": ("window",),
-    "train_epochs": ("train_iters",),
 }
 """Keys that a later source gives in place of others; the first of these replaces them, too."""
 Source = tuple[str, dict[str, Any]]  # the name of a file or COMMAND_LINE, and what it sets
@@ -80,8 +79,19 @@ def load(
         report.fault(str(fault))
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
+    patterns = [settings["layers"] for _, settings in sources if "layers" in settings]
+    options: set[str] = set()
+    try:  # what the kinds of layers take are keys as well
+        kinds = as_list(patterns[-1] if patterns else None)
+        options = options_of_layers(map(str, kinds))
+    except UserError as fault:
+        report.fault(str(fault))
+        kinds = None
     for name, settings in sources:
         later = translate(settings, report)
+        arguments = {key: later.pop(key) for key in options & later.keys()}
+        if arguments:
+            later["layer_args"] = {**(later.get("layer_args") or {}), **arguments}
         encoding = merged.get("pos_emb")
         changed = later.get("pos_emb", encoding) != encoding
         if encoding is not None and changed and merged.pop("pos_emb_args", None):
@@ -113,8 +123,6 @@ def load(
     }
     chosen = {key.partition(".")[0] for key, name in origins.items() if name not in saved}
 
-    if merged.get("train_epochs") and {"train_iters", "train_epochs"} <= chosen:
-        report.fault(contradiction("train_iters", "train_epochs"))
     if merged.get("train_data_paths") and "split" in chosen:
         report.no_effect("split", "corpora of train_data_paths are whole")
     if str(merged.get("data_path")).startswith(TASK_PREFIX) and "split" in chosen:
@@ -126,6 +134,8 @@ def load(
     if code is None and merged.get(USER_FILE) and not is_registered:
         # The user's file has a fault, which is reported. What it would register is unknown.
         sections.pop("position", None)
+    if kinds is None:
+        sections.pop("model", None)
     check_together(sections, report, trains=trains)
     if report.faults:
         raise bad_configuration(names, report.faults)

@@ -22,6 +22,7 @@ EXPECTED = {  # pydantic's kind of error -> what the key takes
     "string_type": "a text in quotes",
     "dict_type": "a mapping such as {{key: value}}",
     "model_type": "a mapping such as {{key: value}}",
+    "list_type": "a list",
     "tuple_type": "a list",
     "finite_number": "a finite number",
     "string_pattern_mismatch": "letters of ABCD, each once and in this order",

@@ -176,48 +176,17 @@ class Model(Section):
     """Clip queries, keys and values to at most this number, and at least minus it (MPT)."""
     query_pre_attn_scalar: Factor | None = None
     """Scores are divided by the root of this (Gemma 3); unset: of a head's features."""
-    attention_gate: Literal["head", "element"] | None = None
-    """Multiply what each head reads by the sigmoid of a projection of the layer's input (arXiv
-    2505.06708): head: one number for a head; element: one for each of its features (Qwen3-Next).
-    The gates are rows of the queries' projection, with its bias."""
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
     """The sum that attention divides by: vanilla: of the keys' exponentials; off-by-one: that plus
     1; learnable: that plus exp(a), with a learned number a for each head of each layer, 0 at first
     (learned sinks, gpt-oss). As in Megatron-LM."""
-    layers: Pattern[Literal["attention", "mla", "gated_delta", "kda"]] = ()
+    layers: Pattern[str] = ()
     """Kinds of layers, a repeated pattern such as `[gated_delta, gated_delta, gated_delta,
-    attention]`: mla is attention with a latent (arXiv 2405.04434); gated_delta is Gated DeltaNet
-    (arXiv 2412.06464), kda Kimi Delta Attention (arXiv 2510.26692), which have linear_pos_emb and
-    no window; pos_emb_layers and window_layers then repeat over the layers with attention or mla.
-    Unset: all have attention."""
-    q_lora_rank: Width | None = None
-    """Features of the latent that gives the queries of an mla layer; unset: its input gives
-    them."""
-    kv_lora_rank: Width | None = None
-    """Features of the latent that gives keys and values of an mla layer; unset: 4 * head_dim."""
-    qk_rope_head_dim: Width | None = None
-    """Features of a head of an mla layer that the encoding acts on, whose key all heads share;
-    unset: head_dim / 2."""
-    qk_nope_head_dim: Width | None = None
-    """Further features of a head's queries and keys in an mla layer; unset: head_dim."""
-    v_head_dim: Width | None = None
-    """Features of a head's values in an mla layer; unset: head_dim."""
-    allow_neg_eigval: bool = False
-    """Let gated_delta and kda layers turn their states around, which parity and permutations need:
-    beta from 0 to 2 (arXiv 2411.12537)."""
-    linear_num_key_heads: UpTo4096 | None = None
-    """Heads of the queries and keys of gated_delta and kda layers; unset: num_attention_heads."""
-    linear_num_value_heads: UpTo4096 | None = None
-    """Heads of the values of gated_delta and kda layers; unset: linear_num_key_heads. Groups of
-    neighbouring heads share a query and a key (Qwen3.5)."""
-    linear_key_head_dim: Width | None = None
-    """Features of a head's queries and keys in gated_delta and kda layers; unset: those of
-    attention."""
-    linear_value_head_dim: Width | None = None
-    """Features of a head's values in gated_delta and kda layers; unset: linear_key_head_dim."""
-    linear_pos_emb: Any = None
-    """The encoding of gated_delta and kda layers, which turns their queries and keys: rotary, or
-    `{rotary: {base: 1000000}}` with options. With pos_emb: none HyPE (arXiv 2601.22156)."""
+    attention]` (docs/layers.md); pos_emb_layers and window_layers repeat over those that have an
+    encoding. Unset: all have attention."""
+    layer_args: dict[str, Any] = Field(default_factory=dict)
+    """Options of these kinds, such as {kv_lora_rank: 256}. They may also stand beside `layers`, as
+    keys like all others."""
     activation: Literal["gelu", "gelu_new", "relu", "silu", "swiglu", "geglu", "geglu_new"] = "gelu"
     """Activation of the MLP; gelu_new: GPT-2's approximation by tanh; swiglu: silu(gate) * up, with
     gate and up from one matrix (Llama); geglu and geglu_new: the same with gelu and gelu_new."""
@@ -391,9 +360,6 @@ class Training(Section):
     train_iters: Count = 0
     """Optimizer steps. With 0 train.py measures the checkpoint in load, as KERPLE and MEP do:
     protocol paper at seq_length_val, eval_iters batches of the validation and of the test text."""
-    train_epochs: Positive | None = None
-    """Instead of train_iters: number of passes over the training text. All passes have the same
-    order. Several corpora take turns in proportion to their windows."""
     seq_length_schedule: Annotated[tuple[Stage, ...], BeforeValidator(as_list)] = ()
     """Stages of a context that grows, such as `[[64, 200], [128, 600]]`: windows of 64 tokens up to
     step 200, of 128 up to step 600, then of seq_length (SkyLadder, arXiv 2503.15450). A length
@@ -679,7 +645,7 @@ class Launch(Section):
     hostfile: str | None = None
     """File with lines `host slots=8`; unset or absent: this machine alone, without ssh."""
     include: str | None = None
-    """Devices to use: `host:0,2@other` with a hostfile, `localhost:0,2` without."""
+    """Devices of a hostfile's machines to use: `host:0,2@other`."""
     exclude: str | None = None
     """Devices not to use, written like include."""
     launcher: Literal["pdsh", "openmpi", "mvapich", "slurm", "mpich", "impi"] = "pdsh"

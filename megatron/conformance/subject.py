@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron.attention.eager import all_scores
 from megatron.attention.terms import Content, Terms
+from megatron.config.schema import Model
 from megatron.errors import UserError
 from megatron.model.gpt import GPT
 from megatron.model.settings import Architecture, AttentionSettings
@@ -74,6 +75,7 @@ class Subject:
     heads: int = 4
     head_dim: int = 8
     train_length: int = 64
+    vocab: int = VOCAB
 
     def position(self, seed: int = 0) -> Position:
         """The encoding with first values of this seed."""
@@ -84,21 +86,22 @@ class Subject:
     def gpt(self, backend: str = "auto", layers: int = 2) -> GPT:
         """A small model with the encoding: one for all layers, or one for each if it needs that."""
         positions = [self.position(seed) for seed in range(layers)]
-        model = Architecture(
+        section = Model(
             hidden_size=self.heads * self.head_dim,
             num_layers=layers,
             num_attention_heads=self.heads,
             heads_per_query=positions[0].heads_per_query,
             seq_length=self.train_length,
+            max_position_embeddings=self.train_length,
             init_method_std=0.2,  # large, so that attention is far from uniform
             output_layer_init_method="normal",
         )
         torch.manual_seed(0)
         return GPT(
-            model,
+            Architecture.of(section),
             AttentionSettings(attention_backend=backend),
             positions=positions if positions[0].per_layer else positions[:1],
-            vocab=VOCAB,
+            vocab=self.vocab,
         ).eval()
 
 
@@ -144,37 +147,16 @@ def scores(
 
 
 def effects_before(position: Position, end: int) -> dict[str, Tensor]:
-    """The effect of each hook on the 32 tokens before `end`, by a name for the hook."""
+    """What an encoding does to the 32 tokens before `end`, and its tables of that length."""
     shape = position.shape
     start = end - CHUNK
     torch.manual_seed(1)
     x = torch.randn(1, CHUNK, shape.hidden)
     q, k = torch.randn(2, 1, shape.heads, CHUNK, shape.head_dim)
-    effects = {"embedding": position.on_embeddings(x, start=start)}
-    effects["embedding by ids"] = position.on_embeddings_by_ids(x, random_ids(CHUNK), {})
-    effects["query"], effects["key"] = position.on_queries_keys(q, k, start=start)
-    scale = position.score_scale(torch.arange(start + 1, end + 1))
-    if scale is not None:
-        effects["score scale"] = scale
-    if position.has("on_queries_keys_by_content"):
-        turned = position.on_queries_keys_by_content(q, k, x, {})
-        effects["query by content"], effects["key by content"] = turned
-    effects |= tables(position, end)
-    if position.has("index_bias"):
-        last = torch.arange(end - 4, end)
-        effects["index bias"] = position.index_bias(last, torch.arange(end))
-    if position.has("score_bias"):  # less that of the query's own key
-        content = Content.of(position.score_bias(x, {}), CHUNK)
-        assert content is not None
-        effects["content bias"] = content.bias()[0].float().tril()
-    if position.has("block_scores"):
-        function, tensors = position.block_scores(q, k, x, {})
-        _, _, block = function(tensors, 0, CHUNK)
-        effects["block of scores"] = block.tril()
-    if position.has("on_scores"):
-        no_scores = torch.zeros(1, shape.heads, CHUNK, CHUNK)
-        effects["content score"] = position.on_scores(no_scores, x, {}).tril()
-    return effects
+    embeddings = position.on_embeddings(x, start=start)
+    effects = {"embedding": position.on_embeddings_by_ids(embeddings, random_ids(CHUNK), {})}
+    effects["score"] = scores(position, q, k, x, start)
+    return effects | biases(position, end)
 
 
 def infinite_effect(effects: dict[str, Tensor]) -> str:

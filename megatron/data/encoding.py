@@ -1,4 +1,4 @@
-"""Documents to the bytes of their ids: in pieces, by words, here or in several processes."""
+"""Documents to the bytes of their ids: by words, here or in several processes."""
 
 import multiprocessing
 import os
@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.data.readers import Corpus
 from megatron.data.tokenizers.build import build_tokenizer
-from megatron.data.tokenizers.tokenizer import pieces
+from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.data.tokens import dtype_for
 from megatron.errors import UserError
 
@@ -37,45 +36,31 @@ MOST = 400_000  # words that are remembered: some 80 MB
 LONGEST_WORD = 100  # characters of a word that is remembered
 
 
-class TextPiece(NamedTuple):
-    """A part of a document; last: whether the document ends here."""
-
-    text: str
-    last: bool
-
-
-Batch = list[TextPiece]
-
-
 class TokenizerFiles(NamedTuple):
-    """The files from which another process builds a tokenizer, and the hash that it must have."""
+    """The files from which every process builds a tokenizer.
 
-    kind: str
-    vocab_file: Path | None
-    merge_file: Path | None
-    hash: str
-
-
-def pieces_of(corpus: Corpus, cuttable: bool, stop: int | None = None) -> Iterator[TextPiece]:
-    """The documents of a corpus in pieces, the first `stop` of them or all.
-
-    cuttable: of the tokenizer
+    Without files HFTokenizer is a byte-level BPE that is trained on the corpus.
     """
-    for number, document in enumerate(islice(corpus.documents(), stop), 1):
-        where = f"{corpus.name}: document {number}"
-        *texts, last = pieces(document, where=where, cuttable=cuttable)
-        for text in texts:
-            yield TextPiece(text, last=False)
-        yield TextPiece(last, last=True)
+
+    kind: str = "HFTokenizer"
+    vocab_file: Path | None = None
+    merge_file: Path | None = None
+
+    @property
+    def trained(self) -> bool:
+        return self.kind == "HFTokenizer" and self.vocab_file is None
+
+    def build(self) -> Tokenizer:
+        return build_tokenizer(*self)
 
 
-def batches_of(parts: Iterable[TextPiece], characters: int = BATCH_CHARACTERS) -> Iterator[Batch]:
-    """Pieces in lists of so many characters or a little more."""
-    batch: Batch = []
+def batches_of(texts: Iterable[str], characters: int = BATCH_CHARACTERS) -> Iterator[list[str]]:
+    """Documents in lists of so many characters or more."""
+    batch: list[str] = []
     size = 0
-    for piece in parts:
-        batch.append(piece)
-        size += len(piece.text) + 1  # a million blank documents are a batch too
+    for text in texts:
+        batch.append(text)
+        size += len(text) + 1  # a million blank documents are a batch too
         if size >= characters:
             yield batch
             batch, size = [], 0
@@ -84,9 +69,9 @@ def batches_of(parts: Iterable[TextPiece], characters: int = BATCH_CHARACTERS) -
 
 
 def encode_in_order(
-    batches: Iterable[Batch], files: TokenizerFiles, workers: int
-) -> Generator[tuple[Batch, list[bytes]], None, None]:
-    """Each batch with the ids of its texts, in the order of the batches.
+    batches: Iterable[list[str]], files: TokenizerFiles, workers: int
+) -> Generator[tuple[list[str], list[bytes]], None, None]:
+    """Each batch of texts with their ids, in the order of the batches.
 
     workers: 1: this process does all; more: so many processes encode, and this one reads and writes
     Raises UserError if a process is lost, or a text cannot be encoded.
@@ -97,7 +82,7 @@ def encode_in_order(
     if workers == 1 or len(first) <= FEW:
         encoder = Encoder(files)
         for batch in everything:
-            yield batch, encoder.encode([piece.text for piece in batch])
+            yield batch, encoder.encode(batch)
         return
 
     # Not forks of this process: they would inherit the locks of its threads without the threads.
@@ -106,8 +91,7 @@ def encode_in_order(
     with ProcessPoolExecutor(workers, context, _start_worker, (files,)) as pool:
         try:
             for batch in everything:
-                texts = [piece.text for piece in batch]
-                ahead.append((batch, pool.submit(_encode_in_worker, texts)))
+                ahead.append((batch, pool.submit(_encode_in_worker, batch)))
                 if len(ahead) == AHEAD * workers:
                     batch, future = ahead.popleft()
                     yield batch, future.result()
@@ -154,11 +138,7 @@ class Encoder:
     """
 
     def __init__(self, files: TokenizerFiles, most: int = MOST) -> None:
-        self.tokenizer = build_tokenizer(files.kind, files.vocab_file, files.merge_file)
-        if self.tokenizer.hash != files.hash:
-            raise UserError(
-                f"vocab_file: {files.vocab_file} was changed while it was used - start again"
-            )
+        self.tokenizer = files.build()
         self.dtype = dtype_for(self.tokenizer.vocab_size)
         self.words: dict[str, bytes] = {}
         self._most = most

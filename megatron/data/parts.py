@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megatron.config.schema import Data
 from megatron.data.loader import Indexable
-from megatron.data.samples import Samples, build_split, windows_of_an_epoch
+from megatron.data.samples import Samples, build_split
 from megatron.data.tasks import TaskText
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
@@ -46,19 +46,6 @@ class Part:
             return self._read(length, seed, [num_samples])[0]
         counts = samples_of_each(self.weights, num_samples)
         return Blend(self._read(length, seed, counts), self.weights)
-
-    def epoch(self, length: int, seed: int) -> "Samples | Blend":
-        """Every window once; several corpora take turns in proportion to their windows."""
-        samples = self._read(length, seed, [1] * len(self.files))
-        return Blend(samples, list(map(len, samples))) if self.weights else samples[0]
-
-    def windows_of_an_epoch(self, length: int) -> int:
-        """How many windows `epoch` has, without building it. UserError for a task, without end."""
-        if isinstance(self.files[0], TaskText):
-            raise UserError(f"train_epochs: {self.files[0].prefix} has no end - set train_iters")
-        return sum(
-            windows_of_an_epoch(tokens, self.split, self.name, length) for tokens in self.files
-        )
 
     def _read(self, length: int, seed: int, counts: Sequence[int]) -> list[Samples]:
         """So many samples of each file."""

@@ -4,17 +4,16 @@ import logging
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from megatron.data.encoding import TokenizerFiles, batches_of, encode_in_order, pieces_of
+from megatron.data.encoding import TokenizerFiles, batches_of, encode_in_order
 from megatron.data.readers import Corpus
 from megatron.data.samples import split_in_words
-from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.tokenizer import Tokenizer, description
 from megatron.data.tokenizers.train import train_tokenizer
 from megatron.data.tokens import TokenFile, TokenWriter, dtype_for
@@ -28,30 +27,14 @@ log = logging.getLogger(__name__)
 TRAINING_CHARACTERS = 200_000_000  # a tokenizer learns from this much of a corpus at most
 TRAINED = "tokenizer.json"  # beside the token files
 UNKNOWN = "text that is the unknown token"
-CHANGED = (
-    "%s: %d of the first %d texts do not come back from their tokens as they were, such as %r: the"
-    " tokenizer normalises text or has no decoder; bits per byte count the text as it was"
-)
-
-
-@dataclass(frozen=True)
-class TokenizerChoice:
-    """The tokenizer to use. Without files a byte-level BPE of vocab_size entries is trained."""
-
-    kind: str = "HFTokenizer"
-    vocab_file: Path | None = None
-    merge_file: Path | None = None
-    vocab_size: int = 4096
-
-    @property
-    def trained(self) -> bool:
-        return self.kind == "HFTokenizer" and self.vocab_file is None
+VOCAB_SIZE = 4096  # entries of a tokenizer that is trained here
 
 
 def prepare(
     corpus: Corpus,
     data_dir: Path,
-    choice: TokenizerChoice,
+    files: TokenizerFiles,
+    vocab_size: int = VOCAB_SIZE,
     *,
     overwrite: bool = False,
     workers: int = 1,
@@ -61,8 +44,9 @@ def prepare(
 
     The folder of a part is DATA_DIR/NAME-2-of-4.
 
+    vocab_size: entries of a tokenizer that is trained here
     workers: processes that encode, which changes no token; command: words for PREFIX.json
-    Raises UserError for what the user can mend. A fault changes nothing that was there.
+    Raises UserError for what the user can correct. A fault changes nothing that was there.
     """
     folder = data_dir / corpus.name
     number, parts = corpus.part
@@ -70,50 +54,32 @@ def prepare(
         folder = data_dir / f"{corpus.name}-{number}-of-{parts}"
         corpus.about["part"] = f"{number}/{parts}"
     prefix = folder / f"{corpus.name}_text_document"
+    trained_file = folder / TRAINED
+    trained_for = {"trained_for": vocab_size} if files.trained else {}
     if prefix.with_name(prefix.name + ".idx").exists() and not overwrite:
-        try:
-            tokens = TokenFile.open(prefix)
-        except UserError as error:
-            raise UserError(f"{error} (with --overwrite)") from None
-        vocab_file = prefix.with_name(TRAINED) if choice.trained else choice.vocab_file
-        tokenizer = build_tokenizer(choice.kind, vocab_file, choice.merge_file)
-        writer = tokens.meta.get("tokenizer", {})
-        trained_for = choice.vocab_size if choice.trained else None
-        same = {
-            "tokenizer": (writer.get("hash"), writer.get("trained_for"))
-            == (tokenizer.hash, trained_for),
-            "documents": tokens.meta.get("documents_limit") == corpus.about.get("documents_limit"),
-        }
-        if corpus.is_here:
-            before, today = (
-                [source["sha256"] for source in sources]
-                for sources in (tokens.meta.get("sources", []), corpus.sources())
-            )
-            same["sources"] = before == today
-        else:
-            log.warning(f"{corpus.name}: the tokens are not compared with the files of the network")
-        if not all(same.values()):
-            different = " and ".join(key for key, is_same in same.items() if not is_same)
+        tokens = TokenFile.open(prefix)
+        if files.trained:
+            files = files._replace(vocab_file=trained_file)
+        changes = _changes(tokens.meta, corpus, description(files.build()) | trained_for)
+        if changes:
             raise UserError(
-                f"{prefix}: exists already, prepared with other {different} - take"
+                f"{prefix}: exists already, prepared with other {' and '.join(changes)} - take"
                 " another --name or -d, or --overwrite"
             )
-        return f"already prepared\n{_summary(tokens, choice)}"
+        return f"already prepared\n{_summary(tokens, files)}"
     try:
-        with owned_folder(folder, "-d"), ExitStack() as files:
-            vocab_file = choice.vocab_file
-            if choice.trained:
-                vocab_file = files.enter_context(atomic_write(folder / TRAINED))
-                text = train_tokenizer(training_texts(corpus), choice.vocab_size)
-                vocab_file.write_text(text, encoding="utf-8")
-            tokenizer = build_tokenizer(choice.kind, vocab_file, choice.merge_file)
-            files_of_tokenizer = TokenizerFiles(
-                choice.kind, vocab_file, choice.merge_file, tokenizer.hash
-            )
+        with owned_folder(folder, "-d"), ExitStack() as temporaries:
+            used = files
+            if files.trained:
+                temporary = temporaries.enter_context(atomic_write(trained_file))
+                text = train_tokenizer(training_texts(corpus), vocab_size)
+                temporary.write_text(text, encoding="utf-8")
+                used = files._replace(vocab_file=temporary)
+                files = files._replace(vocab_file=trained_file)
+            tokenizer = used.build()
             dtype = dtype_for(tokenizer.vocab_size)
             with TokenWriter(prefix, dtype, overwrite=overwrite) as writer:
-                _encode(corpus, tokenizer, files_of_tokenizer, writer, workers)
-                trained_for = {"trained_for": choice.vocab_size} if choice.trained else {}
+                _encode(corpus, tokenizer, used, writer, workers)
                 writer.meta |= {
                     "corpus": corpus.name,
                     "tokenizer": description(tokenizer) | trained_for,
@@ -126,66 +92,64 @@ def prepare(
                 }
     except OSError as error:
         raise cannot_write(f"-d: {error.filename or folder}", error) from None
-    return _summary(TokenFile.open(prefix), choice)
+    return _summary(TokenFile.open(prefix), files)
+
+
+def _changes(card: dict, corpus: Corpus, tokenizer: dict) -> list[str]:
+    """In what a preparation of today would differ from the one that a card describes."""
+    changes = []
+    if card.get("tokenizer") != tokenizer:
+        changes.append("tokenizer")
+    if card.get("documents_limit") != corpus.about.get("documents_limit"):
+        changes.append("documents")
+    if corpus.is_here:
+        sums = [source["sha256"] for source in card.get("sources", [])]
+        if sums != [source["sha256"] for source in corpus.sources()]:
+            changes.append("sources")
+    else:
+        log.warning(f"{corpus.name}: the tokens are not compared with the files of the network")
+    return changes
 
 
 def _encode(
     corpus: Corpus, tokenizer: Tokenizer, files: TokenizerFiles, writer: TokenWriter, workers: int
 ) -> None:
-    """Write every document, and how many bytes of text they had; count those without tokens.
-
-    A warning says how many of the first texts do not come back from their tokens.
-    """
+    """Write every document, and how many bytes of text they had; count those without tokens."""
     end = np.array([tokenizer.eod], writer.dtype).tobytes()
-    batches = batches_of(pieces_of(corpus, tokenizer.cuttable))
+    batches = batches_of(corpus.documents())
     text_bytes = 0
-    size = blank = 0  # bytes of the document that is being read; documents without tokens
     # Nothing is shown unless stderr is a terminal.
     bar = tqdm(desc=corpus.name, unit="B", unit_scale=True, disable=None)
     with bar, closing(encode_in_order(batches, files, workers)) as ordered:
         for batch, contents in ordered:
             before = text_bytes
-            is_first = not writer.tokens and not writer.pending
-            changed = []
-            for (text, is_last), content in zip(batch, contents, strict=True):
+            for text, content in zip(batch, contents, strict=True):
+                if not content:  # as in GPT-NeoX, documents without tokens are left out
+                    corpus.skips["blank document"] += 1
+                    continue
                 ids = np.frombuffer(content, writer.dtype)
                 corpus.skips[UNKNOWN] += int(np.count_nonzero(ids == tokenizer.unknown))
-                if is_first and tokenizer.decode(ids.tolist()) != text:
-                    changed.append(text)
-                size += len(text) if text.isascii() else len(text.encode())
-                writer.append(content)
-                if not is_last:
-                    continue
-                if writer.pending:
-                    writer.append(end)
-                    writer.end_document()
-                    text_bytes += size
-                else:  # as in GPT-NeoX, documents without tokens are left out
-                    blank += 1
-                size = 0
-            if changed:
-                log.warning(CHANGED, corpus.name, len(changed), len(batch), changed[0][:60])
-            bar.set_postfix(documents=writer.documents, tokens=writer.tokens, refresh=False)
+                writer.append(content + end)
+                text_bytes += len(text) if text.isascii() else len(text.encode())
             bar.update(text_bytes - before)
     writer.meta["text_bytes"] = text_bytes
-    corpus.skips["blank document"] += blank
 
 
 def training_texts(corpus: Corpus, left: int = TRAINING_CHARACTERS) -> Iterator[str]:
-    """The text that a tokenizer is trained on: the first characters not held out, in pieces."""
-    for piece in pieces_of(corpus, True, stop=corpus.to_train_on):
-        yield piece.text[:left]
-        left -= len(piece.text)
+    """The text that a tokenizer is trained on: the first characters that are not held out."""
+    for text in islice(corpus.documents(), corpus.to_train_on):
+        yield text[:left]
+        left -= len(text)
         if left <= 0:
             return
 
 
-def _summary(tokens: TokenFile, choice: TokenizerChoice) -> str:
+def _summary(tokens: TokenFile, files: TokenizerFiles) -> str:
     """A summary of the token files, and the lines for a YAML file."""
     meta = tokens.meta
     split = meta.get("split", SPLIT)
     writer = meta["tokenizer"]
-    trained = ", trained on this text" if choice.trained else ""
+    trained = ", trained on this text" if "trained_for" in writer else ""
     lines = [
         f"{meta['corpus']}: {len(tokens):,} documents, {tokens.tokens:,} tokens ({tokens.dtype})",
         f"tokenizer: {writer['type']} {writer['hash']}, {writer['vocab_size']:,} entries{trained}",
@@ -196,8 +160,8 @@ def _summary(tokens: TokenFile, choice: TokenizerChoice) -> str:
         "data_path": tokens.prefix,
         "split": split,
         "tokenizer_type": writer["type"],
-        "vocab_file": tokens.prefix.with_name(TRAINED) if trained else choice.vocab_file,
-        "merge_file": choice.merge_file,
+        "vocab_file": files.vocab_file,
+        "merge_file": files.merge_file,
     }
     lines.append("in your YAML:")
     lines += [f"  {key}: {value}" for key, value in settings.items() if value]

@@ -1,38 +1,33 @@
 """Corpora, and corpora of files: JSON, text and Parquet, packed, in tar archives or not.
 
-Files are streamed: memory holds one document several times, never a file. The exceptions are a JSON
-array and a table inside an archive, which must be as small as a document.
+Files are streamed: memory holds one document several times, never a file. The exception is a JSON
+array, which must be as small as a document.
 """
 
 import gzip
 import io
 import itertools
 import json
-import logging
 import os
 import tarfile
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from reprlib import Repr
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, Any, TypeVar
 
 import zstandard
 from lm_dataformat import handle_jsonl
 
-from megatron.errors import UserError
+from megatron.errors import UserError, in_words
 from megatron.files import sha256_of
 
-log = logging.getLogger(__name__)
-
-MB = 1_000_000
 CHUNK = 1 << 20
 # One block of zstd, of 4 bytes or more, unpacks to 128 KiB at most: so much input to 32 MiB.
 ZSTD_INPUT = 1 << 10
 WINDOW = 1 << 31  # zstd's largest: the Pile was compressed with long windows
-FREE = 256 * MB  # unpacked bytes before the ratio counts: a small file may be very uniform
+LONGEST = 256_000_000  # bytes of a line, an array or a text file: memory holds it several times
 ROWS = 16  # of a Parquet file that are in memory at a time
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # A number beside the text may have more digits than Python makes an integer of.
@@ -70,34 +65,12 @@ class Corpus:
         raise NotImplementedError
 
 
-class Limits(NamedTuple):
-    """How much memory and disk the input may ask for.
-
-    document: bytes of a line, a text file or an entry of a table
-    ratio: unpacked bytes for each packed one, in files beyond 256 MB
-    """
-
-    document: int = 256 * MB
-    ratio: int = 1000
-
-
-class Keep(NamedTuple):
-    """Which entries of JSON lines belong to a corpus: those with `value` under `key`.
-
-    key: with a dot for what lies deeper, such as meta.pile_set_name
-    """
-
-    key: str
-    value: str
-
-
 class Files(Corpus):
     """A corpus of files.
 
     inputs: files and folders
     keys: what holds the text in JSON lines and tables; the first that an entry has
-    keep: which entries of JSON lines are documents of this corpus (all without it)
-    Raises UserError for what is missing or cannot be read as text.
+    keep: only entries of JSON lines with these values under these keys are documents
     """
 
     def __init__(
@@ -105,210 +78,94 @@ class Files(Corpus):
         name: str,
         inputs: Sequence[str | Path],
         keys: Sequence[str] = ("text",),
-        limits: Limits | None = None,
-        keep: Keep | None = None,
+        keep: Mapping[str, str] | None = None,
     ):
         super().__init__(name)
         self.paths = list_files(inputs)
         self.keys = keys
-        self.limits = limits or Limits()
-        self.keep = keep
-        self._read = {}  # size and time of each file when it was first read
-        self._left = 0  # bytes that the current file may still unpack to
+        self.keep = keep or {}
+        self._read: list[Path] = []  # what the last `documents()` opened
 
-    def needed(self) -> Iterator[Path]:
+    def needed(self) -> Iterable[Path]:
         """The files in the order in which they are read."""
-        yield from files_of_part(self.paths, self.part)
+        return files_of_part(self.paths, self.part)
 
     def documents(self) -> Iterator[str]:
         """The text of every document: files as given, folders by name.
 
-        Raises UserError at the first fault.
+        Raises UserError at the first fault, such as a file that is cut off: it must not pass for a
+        shorter corpus.
         """
         self.skips.clear()
+        self._read.clear()
         for path in self.needed():
-            with _readable(path), path.open("rb") as file:
-                size, _ = self._read.setdefault(path, _size_and_time(path))
-                self._left = max(FREE, size * self.limits.ratio)
-                for text in self._texts(str(path), file):
-                    try:
-                        text.encode()
-                    except UnicodeEncodeError:
-                        # JSON can spell half a surrogate pair, which no tokenizer takes: U+FFFD.
-                        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-                    yield text
+            self._read.append(path)
+            try:
+                with path.open("rb") as file:
+                    yield from self._texts(str(path), file)
+            except UserError:
+                raise
+            except Exception as fault:  # each library has its own
+                raise UserError(
+                    f"--input: {path} cannot be read ({in_words(fault)[:200]}) - check that it is"
+                    " whole and of the kind that its name says, or copy it again"
+                ) from None
 
     def sources(self) -> list[dict]:
-        """Path, bytes and sha256 of each file. Raises UserError if one was changed meanwhile."""
-        entries = []
-        for path in self._read or self.needed():
-            with _readable(path):
-                sha256 = sha256_of(path)
-                size_and_time = _size_and_time(path)
-            if self._read.get(path, size_and_time) != size_and_time:
-                raise UserError(
-                    f"--input: {path} was changed while it was read - wait until nothing writes to"
-                    " it, and start again"
-                )
-            entries.append({"path": str(path), "bytes": size_and_time[0], "sha256": sha256})
-        return entries
+        """Path, bytes and sha256 of each file."""
+        return [
+            {"path": str(path), "bytes": path.stat().st_size, "sha256": sha256_of(path)}
+            for path in self._read or self.needed()
+        ]
 
     # --- Kinds of files. name: for messages; its end says what the file is ---
 
     def _texts(self, name: str, file: IO[bytes]) -> Iterator[str]:
-        return (_reader(name) or Files._plain_text)(self, name, file)
+        end = name.lower()
+        readers = (reader for kind, reader in READERS.items() if end.endswith(kind))
+        reader = next(readers, Files._plain_text)
+        return reader(self, name, unpacked(name, file))
 
     def _json(self, name: str, file: IO[bytes]) -> Iterator[str]:
         """The texts of JSON lines, or of one array."""
-        for where, entry in self._entries(name, self._unpacked(name, file)):
-            if self.keep and value_at(entry, self.keep.key) != self.keep.value:
-                self.skips[f"not {self.keep.key} = {self.keep.value}"] += 1
-            else:
-                yield text_of(entry, self.keys, where)
-
-    def _entries(self, name: str, stream: IO[bytes]) -> Iterator[tuple[str, Any]]:
-        """Each entry of a JSON file, after the place where it stands."""
-        limit = self.limits.document
-        is_first = True
-        for number, line in enumerate(iter(lambda: stream.readline(limit + 2), b""), 1):
-            where = f"{name}:{number}"
-            self._check_size(where, len(line) - 1)
-            line = line.removeprefix(BYTE_ORDER_MARK)
-            if not line.strip():
-                self.skips["empty line"] += 1
-            elif is_first and line.lstrip().startswith(b"["):
-                array = line + stream.read(limit)
-                self._check_size(name, len(array))
-                for place, entry in enumerate(json_value(array, name), 1):
-                    yield f"{name}: entry {place}", entry
-            else:
-                yield where, json_value(line, where)
-            is_first = is_first and not line.strip()
+        for where, entry in entries(name, file):
+            if any(value_at(entry, key) != value for key, value in self.keep.items()):
+                self.skips[f"not {self.keep}"] += 1
+                continue
+            text = text_of(entry, self.keys, where)
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                # JSON can spell half a surrogate pair, which no tokenizer takes: U+FFFD.
+                text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            yield text
 
     def _plain_text(self, name: str, file: IO[bytes]) -> Iterator[str]:
-        try:
-            text = self._whole(name, self._unpacked(name, file)).decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{name}: is not UTF-8 (byte {error.start}) - convert the file"
-            ) from None
-        line = text.partition("\n")[0].rstrip()
-        is_object = (line[:1], line[-1:]) == ("{", "}")
-        if is_object and any(f'"{key}":' in line for key in self.keys):
-            raise UserError(
-                f"{name}: holds JSON lines, and its name does not say so - give it the ending"
-                " .jsonl"
-            )
-        yield text
+        yield bounded(file.read(LONGEST + 1), name).decode("utf-8-sig")
 
     def _table(self, name: str, file: IO[bytes]) -> Iterator[str]:
         """The rows of a Parquet file."""
         from pyarrow import parquet  # here, because it is slow to import and rarely needed
 
         number = itertools.count(1)
-        try:
-            table = parquet.ParquetFile(file)
-            names = table.schema_arrow.names
-            keys = {*self.keys, *(key.partition(".")[0] for key in self.keys)}
-            groups = map(table.metadata.row_group, range(table.num_row_groups))
-            if sum(group.total_byte_size for group in groups) > self._left:
-                self._unpack(name, self._left + 1)
-            for batch in table.iter_batches(ROWS, columns=sorted(keys & {*names}) or names):
-                self._unpack(name, batch.nbytes)
-                for row in batch.to_pylist():
-                    where = f"{name}: row {next(number)}"
-                    text = text_of(row, self.keys, where)
-                    self._check_size(where, len(text))
-                    yield text
-        except UserError:
-            raise
-        except Exception as error:  # pyarrow has many
-            reason, *_ = str(error).split("\n")
-            raise UserError(
-                f"{name}: cannot be read as a table ({reason[:200]}) - copy it again"
-            ) from None
+        table = parquet.ParquetFile(file)
+        keys = {*self.keys, *(key.partition(".")[0] for key in self.keys)}
+        columns = sorted(keys & {*table.schema_arrow.names})
+        for batch in table.iter_batches(ROWS, columns=columns or None):
+            for row in batch.to_pylist():
+                yield text_of(row, self.keys, f"{name}: row {next(number)}")
 
     def _archive(self, name: str, file: IO[bytes]) -> Iterator[str]:
         """The documents of the regular files of an archive; nothing is written to the disk."""
-        stream = self._unpacked(name, file)
-        try:
-            with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member) as archive:
-                while (member := archive.next()) is not None:
-                    archive.members = []  # type: ignore[attr-defined]  # else memory keeps them all
-                    if member.isdir():
-                        continue
-                    is_hidden = member.name.rpartition("/")[2].startswith(".")
-                    inner = archive.extractfile(member) if member.isreg() else None
-                    if inner is None or is_hidden:
-                        self.skips["link, device or hidden file in an archive"] += 1
-                        continue
-                    inner_name = f"{name}: {member.name}"
-                    if _reader(inner_name) is Files._table:
-                        inner = io.BytesIO(self._whole(inner_name, inner))
-                    yield from self._texts(inner_name, inner)
-        except UserError:
-            raise
-        except (tarfile.TarError, OverflowError, ValueError) as fault:
-            raise UserError(
-                f"{name}: is cut off or damaged as a tar archive ({fault}) - copy it again"
-            ) from None
-        while rest := stream.read(CHUNK):
-            if rest.strip(b"\0"):
-                raise UserError(
-                    f"{name}: goes on after the end of the archive - if several were joined, give"
-                    " them one by one"
-                )
-
-    # --- Parts of files ---
-
-    def _unpack(self, name: str, size: int) -> None:
-        """Count unpacked bytes; UserError where the file has become too many."""
-        self._left -= size
-        if self._left < 0:
-            raise UserError(
-                f"{name}: unpacks to more than {FREE // MB} MB and {self.limits.ratio} times its"
-                " size - it is no text; raise --max-unpack-ratio if it is"
-            )
-
-    def _check_size(self, where: str, size: int) -> None:
-        if size > self.limits.document:
-            raise UserError(
-                f"{where}: is longer than {self.limits.document / MB:g} MB, which would fill the"
-                " memory - remove it, cut it into several, or raise --max-document-mb"
-            )
-
-    def _whole(self, name: str, file: IO[bytes]) -> bytes:
-        content = file.read(self.limits.document + 1)
-        self._check_size(name, len(content))
-        return content
-
-    def _unpacked(self, name: str, file: IO[bytes]) -> io.BufferedReader:
-        """A file that is read once, unpacked by its name."""
-        return io.BufferedReader(_Chunks(self._chunks(name, file)), CHUNK)
-
-    def _chunks(self, name: str, file: IO[bytes]) -> Iterator[bytes]:
-        """The bytes of a file, unpacked by its name: never more than 32 MiB at a time.
-
-        Raises UserError for a file that is cut off, which must not pass for a shorter corpus.
-        """
-        _, _, end = name.lower().rpartition(".")
-        if end in ("gz", "tgz", "zst") and not file.peek(1):  # type: ignore[attr-defined]
-            raise UserError(f"{name}: is empty, as no packed file is - copy it again")
-        if end in ("gz", "tgz"):
-            file = gzip.GzipFile(fileobj=file, mode="rb")  # type: ignore[assignment]
-        chunks = _zstd(file) if end == "zst" else iter(lambda: file.read(CHUNK), b"")
-        try:
-            for chunk in chunks:
-                self._unpack(name, len(chunk))
-                yield chunk
-        except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError, MemoryError) as error:
-            fault, fix = "is cut off or damaged", "copy it again"
-            if "Dictionary mismatch" in str(error):
-                fault, fix = (
-                    "was packed with a dictionary",
-                    "unpack it first: `zstd -d -D DICTIONARY`",
-                )
-            raise UserError(f"{name}: {fault} ({error}) - {fix}") from None
+        with tarfile.open(fileobj=file, mode="r|", tarinfo=_Member) as archive:
+            while (member := archive.next()) is not None:
+                archive.members = []  # type: ignore[attr-defined]  # else memory keeps them all
+                is_hidden = member.name.rpartition("/")[2].startswith(".")
+                content = archive.extractfile(member) if member.isreg() else None
+                if content and not is_hidden:
+                    yield from self._texts(f"{name}: {member.name}", content)
+                elif not member.isdir():
+                    self.skips["link, device or hidden file in an archive"] += 1
 
 
 Reader = Callable[[Files, str, IO[bytes]], Iterator[str]]
@@ -326,31 +183,15 @@ READERS |= {
 READERS |= {".tgz": Files._archive, ".parquet": Files._table}
 
 
-def _reader(name: str) -> Reader | None:
-    """The reader of files of this name, or None for a kind that is not read."""
-    end = name.lower()
-    return next((reader for kind, reader in READERS.items() if end.endswith(kind)), None)
-
-
 def files_in(folder: Path) -> list[Path]:
     """The files in a folder and below it, by name, without hidden ones and Python's caches.
 
-    A linked folder is opened as any other, and none twice. UserError for what is no file, and for a
-    folder that cannot be read.
+    Linked folders are opened as any other. OSError for a folder that cannot be read.
     """
     files = []
-    opened = set()
-    for place, folders, names in os.walk(folder, onerror=_refuse_folder, followlinks=True):
-        target = os.path.realpath(place)
-        if target in opened:
-            folders.clear()
-            continue
-        opened.add(target)
-        folders[:] = sorted(filter(_is_shown, folders))
+    for place, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
+        folders[:] = filter(_is_shown, folders)
         files += [Path(place, name) for name in filter(_is_shown, names)]
-    for path in files:
-        if not path.is_file():
-            raise UserError(f"{path}: is a link to nothing, a pipe or a device - remove it")
     return sorted(files)
 
 
@@ -358,48 +199,24 @@ def _is_shown(name: str) -> bool:
     return not name.startswith(".") and name != "__pycache__"
 
 
-def _refuse_folder(fault: OSError) -> None:
-    raise UserError(
-        f"{fault.filename}: the folder cannot be read ({fault.strerror}) - check its permissions"
-        " and its disk, or name the files that you want one by one"
-    )
+def _refuse(fault: OSError) -> None:
+    raise fault
 
 
 def list_files(inputs: Sequence[str | Path]) -> list[Path]:
-    """The files that inputs name, folders opened up.
-
-    Raises UserError for what is missing, and for files of unknown kinds that do not begin as text.
-    """
-    listed = []
+    """The files that inputs name, folders opened up, each once; UserError for what is missing."""
+    files = {}
     for path in map(Path, inputs):
-        # Both are also False for a loop of links, or a name that is too long.
-        inside = files_in(path) if os.path.isdir(path) else [path] * os.path.isfile(path)
-        if not inside:
+        inside = files_in(path) if path.is_dir() else [path]
+        missing = [file for file in inside if not file.is_file()]
+        if missing or not inside:
             raise UserError(
-                f"--input: {path} is neither a file nor a folder with files in it (looked from"
-                f" {Path.cwd()}) - give existing files or folders"
+                f"--input: {[*missing, path][0]} is neither a file nor a folder with files in it"
+                f" (looked from {Path.cwd()}) - give existing files or folders"
             )
-        listed += inside
-    files = list({os.path.realpath(path): path for path in listed}.values())
-    if twice := len(listed) - len(files):
-        log.warning("--input: %d files are given twice, and read once", twice)
-
-    unknown = [path for path in files if _reader(path.name) is None]
-    for path in unknown:
-        with _readable(path), path.open("rb") as file:
-            text = file.read(CHUNK).decode("utf-8", errors="replace")
-        if "\0" in text or "\ufffd" in text[:-1]:  # the last character may be cut
-            raise UserError(
-                f"--input: {path} is neither UTF-8 text nor of a kind that is read - use "
-                f"{', '.join(READERS)} (if a folder holds other files too, name yours one by one)"
-            )
-    if unknown:
-        log.warning(
-            "--input: files of other kinds are read as plain text, one document each: %d, such"
-            " as %s",
-            *(len(unknown), unknown[0]),
-        )
-    return files
+        for file in inside:
+            files.setdefault(os.path.realpath(file), file)
+    return list(files.values())
 
 
 def files_of_part(files: Sequence[AnyFile], part: tuple[int, int]) -> Sequence[AnyFile]:
@@ -419,13 +236,43 @@ def files_of_part(files: Sequence[AnyFile], part: tuple[int, int]) -> Sequence[A
     return files[(number - 1) * count // parts : number * count // parts]
 
 
+# --- Entries ---
+
+
+def bounded(content: bytes, where: str) -> bytes:
+    """The same content; UserError if it is too long."""
+    if len(content) > LONGEST:
+        raise UserError(
+            f"{where}: is longer than {LONGEST // 1_000_000} MB, which would fill the memory -"
+            " remove it, or cut it into several"
+        )
+    return content
+
+
+def entries(name: str, file: IO[bytes]) -> Iterator[tuple[str, Any]]:
+    """Each entry of a JSON file, after the place where it stands."""
+    for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
+        where = f"{name}:{number}"
+        if number == 1:
+            line = line.removeprefix(BYTE_ORDER_MARK)
+            if line.startswith(b"["):
+                array = json_value(line + file.read(LONGEST), name)
+                for place, entry in enumerate(array, 1):
+                    yield f"{name}: entry {place}", entry
+                return
+        if line.strip():
+            yield where, json_value(line, where)
+
+
 def json_value(content: bytes, where: str) -> Any:
     """The value of a line, or of a file, of JSON; UserError if it is none."""
     try:
-        return READ_JSON(content.decode("utf-8", "surrogatepass"))
+        return READ_JSON(bounded(content, where).decode("utf-8", "surrogatepass"))
+    except UserError:
+        raise
     except (ValueError, RecursionError) as fault:
         raise UserError(
-            f"{where}: cannot be read as JSON in UTF-8 ({str(fault)[:200]}) - mend or remove it:"
+            f"{where}: cannot be read as JSON in UTF-8 ({str(fault)[:200]}) - correct or remove it:"
             " each line is an entry, or the file is one array"
         ) from None
 
@@ -456,24 +303,22 @@ def text_of(entry: Any, keys: Sequence[str], where: str) -> str:
     )
 
 
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Name the input where the system refuses to read it."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"--input: {path} cannot be read ({error.strerror or error}) - check that it is still "
-            "there, its permissions and its disk"
-        ) from None
-
-
-def _size_and_time(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
-
-
 # --- Packed bytes ---
+
+
+def unpacked(name: str, file: IO[bytes]) -> IO[bytes]:
+    """A file that is read once, unpacked by its name: never more than 32 MiB at a time.
+
+    Reading a file that is cut off raises an error.
+    """
+    _, _, end = name.lower().rpartition(".")
+    if end not in ("gz", "tgz", "zst"):
+        return file
+    if not file.peek(1):  # type: ignore[attr-defined]
+        raise UserError(f"{name}: is empty, as no packed file is - copy it again")
+    if end == "zst":
+        return io.BufferedReader(_Chunks(_zstd(file)), CHUNK)
+    return gzip.GzipFile(fileobj=file, mode="rb")  # type: ignore[return-value]
 
 
 def _zstd(file: IO[bytes]) -> Iterator[bytes]:
@@ -488,7 +333,7 @@ def _zstd(file: IO[bytes]) -> Iterator[bytes]:
         if frame.eof:
             frame = None
     if frame is not None:
-        raise EOFError("inside its last zstd frame")
+        raise EOFError("it is cut off inside its last zstd frame")
 
 
 class _Chunks(io.RawIOBase):

@@ -128,14 +128,6 @@ def build_split(
     return Samples(tokens, _maps(tokens, plan), length)
 
 
-def windows_of_an_epoch(tokens: TokenFile, split: str, part: str, length: int) -> int:
-    """How many samples `build_split` has where one of them is wanted.
-
-    Raises UserError if the part is empty.
-    """
-    return _plan(tokens, split, part, length, seed=0, num_samples=1).samples - 1
-
-
 def _plan(
     tokens: TokenFile, split: str, part: str, length: int, seed: int, num_samples: int
 ) -> Plan:

@@ -17,9 +17,7 @@ import hashlib
 import inspect
 import itertools
 import json
-import logging
 import string
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -33,20 +31,14 @@ from numpy.typing import NDArray
 from megatron.data.tokenizers.tokenizer import Tokenizer, hash_of
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError, did_you_mean
-from megatron.parallel.machine import in_bytes, total_memory
 from megatron.protocols import first_tokens
 from megatron.splits import PARTS, TASK_PREFIX
-
-log = logging.getLogger(__name__)
 
 PADDING = "<pad>"
 ENDLESS = 1 << 40  # problems
 HELD_OUT = {0: "test", 1: "valid"}  # of eight problems; the others are trained on
 MOST_DRAWS = 10_000  # for one problem of a part
 DRAWS = 10  # for each problem of a measurement, where many are drawn twice
-
-SILENCE = 10.0  # seconds of drawing before the log says how far it is
-BYTES = 32  # in memory for each token of a problem that is measured
 
 Problem = list[tuple[str, bool]]  # words, and whether each belongs to an answer
 
@@ -492,36 +484,14 @@ class TaskText:
         fewer of so many draws.
         """
         largest = self.largest(length)
-        need = count * (length + 1) * BYTES
-        if need > total_memory():
-            raise UserError(
-                f"--windows: {count} problems of {length} tokens need {in_bytes(need)} of memory,"
-                f" there are {in_bytes(total_memory())} - give fewer"
-            )
         samples = TaskSamples(self, part, 0, length, range(largest, largest + 1))
         windows = {}
-        last = time.monotonic()
         for number in range(DRAWS * count):
-            if time.monotonic() - last > SILENCE:
-                log.info("%s: %d of %d problems are drawn", self.prefix, len(windows), count)
-                last = time.monotonic()
             window = samples[number]
             windows.setdefault(window.tobytes(), window)
             if len(windows) == count:
                 break
         return np.stack(list(windows.values()))
-
-    def lines(self, part: str, length: int, seed: int, count: int) -> Iterator[str]:
-        """The first problems of a training, in JSON: question, with _ for each word of the answer.
-
-        The answer to `a b = _ _` is `a b`.
-        """
-        samples = self.samples(part, length, seed)
-        for number in range(count):
-            problem = samples.problem(number)
-            words = " ".join("_" if is_answer else word for word, is_answer in problem)
-            answers = " ".join(word for word, is_answer in problem if is_answer)
-            yield json.dumps({"question": words, "answer": answers})
 
     # What callers ask a token file for.
 

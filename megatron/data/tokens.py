@@ -11,11 +11,11 @@ from typing import Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import BaseModel, Field
 
-from megatron.data.token_index import LARGEST_CARD, REMAKE, Stored, read_index, write_index
+from megatron.data.token_index import LARGEST_CARD, REMAKE, read_index, write_index
 from megatron.data.tokenizers.tokenizer import Tokenizer
-from megatron.errors import CONTROL, UserError, in_words
+from megatron.errors import UserError, in_words
 from megatron.files import (
     ROOT,
     atomic_write_all,
@@ -24,15 +24,12 @@ from megatron.files import (
     read_small,
     sha256_of,
 )
-from megatron.results.files import CHECKSUM, checksum
 from megatron.splits import TASK_PREFIX
 from megatron.strict_json import parse
 
-PIECE = 1 << 22  # ids of a document that are in memory at once
 LONGEST = 2**31 - 1  # tokens of a document
 QUICK = 1 << 24  # bytes of a file that is compared with its sha256 whenever it is opened
 EDGE = 1 << 16  # bytes at each end of PREFIX.bin that tell a text from another
-BEGINNING = 4096  # tokens of a document that may run over the end of another
 
 
 def dtype_for(vocab_size: int) -> np.dtype:
@@ -51,21 +48,16 @@ class TokenFile:
     def __init__(self, prefix: str | Path, vocab: int | None = None) -> None:
         self.prefix = Path(prefix)
         suffixes = (".bin", ".idx", ".json")
-        bin_file, index_file, card = (_with(self.prefix, suffix) for suffix in suffixes)
+        self._file, index_file, card = (_with(self.prefix, suffix) for suffix in suffixes)
         # pointers: byte offset of each document; extent: bytes of PREFIX.bin
         self.dtype, self.sizes, self._pointers, extent = read_index(index_file)
-        self._bin = Stored(bin_file)
-        size = self._bin.size
-        if not extent:
+        size = self._file.stat().st_size
+        if size != extent or not size:
             raise UserError(
-                f"{bin_file}: has no tokens - make it anew from an input with text in it"
+                f"{self._file}: has {size} bytes, but its .idx expects {extent} - {REMAKE}"
             )
-        if size != extent:
-            what = "cut off" if size < extent else "too long"
-            raise UserError(
-                f"{bin_file}: is {what}: {size} bytes, but its .idx expects {extent} - {REMAKE}"
-            )
-        self.tokens = size // self.dtype.itemsize
+        self._ids = np.memmap(self._file, self.dtype, "r").view(np.ndarray)
+        self.tokens = len(self._ids)
         self.meta = read_card(card)
         documents, tokens = self.meta.get("documents"), self.meta.get("tokens")
         if self.meta and (documents, tokens) != (len(self), self.tokens):
@@ -74,7 +66,7 @@ class TokenFile:
                 f" tokens, the .idx {len(self)} and {self.tokens} - it belongs to another"
                 f" file: remove it, or {REMAKE}"
             )
-        for file in (bin_file, index_file):
+        for file in (self._file, index_file):
             if file.stat().st_size <= QUICK:
                 _check_sha256(file, self.sums)
         # Ids are compared as unsigned numbers: a negative one is then too large.
@@ -96,14 +88,10 @@ class TokenFile:
                 f" read it, as data_path: {place}"
             )
         # os.path.isfile, because it is also False for names that are too long.
-        missing = [suffix for suffix in (".idx", ".bin") if not os.path.isfile(place + suffix)]
-        if len(missing) == 1:
-            raise UserError(
-                f"data_path: {place}{missing[0]} is missing, its partner exists - {REMAKE}"
-            )
+        missing = [file for file in (f"{place}.bin", f"{place}.idx") if not os.path.isfile(file)]
         if missing:
             raise UserError(
-                f"data_path: there are no token files {place}.bin and {place}.idx (looked from"
+                f"data_path: there are no token files {' and '.join(missing)} (looked from"
                 f" {Path.cwd()}) - make them: {preparing(place)}; files elsewhere are copied to"
                 " this machine first"
             )
@@ -126,10 +114,10 @@ class TokenFile:
         digest: of the documents' lengths and both ends of PREFIX.bin; sha256: of all of it, as its
             card says, "" without
         """
-        edge = min(EDGE, self._bin.size)
+        content = self._ids.view(np.uint8)
         digest = hashlib.sha256(np.ascontiguousarray(self.sizes).data)
-        for place in (0, self._bin.size - edge):
-            digest.update(self._bin.read(place, edge))
+        digest.update(content[:EDGE].data)
+        digest.update(content[-EDGE:].data)
         return {
             "path": place_of(str(self.prefix)),
             "documents": len(self.sizes),
@@ -154,52 +142,38 @@ class TokenFile:
         """Up to `count` ids of a document from `start` on: [count] in the file's dtype.
 
         It is shorter where the document ends before. Raises UserError for an id beyond the
-        vocabulary, and if the file is cut since it was opened.
+        vocabulary.
         """
         size = int(self.sizes[document])
         stop = size if count is None else min(size, start + count)
-        if stop <= start:
-            return np.empty(0, dtype=self.dtype)
-        width = self.dtype.itemsize
-        place = int(self._pointers[document]) + start * width
-        ids = np.frombuffer(self._bin.read(place, (stop - start) * width), self.dtype)
+        place = int(self._pointers[document]) // self.dtype.itemsize
+        ids = self._ids[place + start : place + max(start, stop)]
         unsigned = ids.view(self._unsigned)
-        if int(unsigned.max()) >= self._vocab:
+        if len(ids) and int(unsigned.max()) >= self._vocab:
             misfit = ids[unsigned.argmax()]
             raise UserError(
-                f"{self._bin.path}: document {document} holds token {misfit}, but the vocabulary"
+                f"{self._file}: document {document} holds token {misfit}, but the vocabulary"
                 f" ends at {self._vocab - 1} - the file is damaged or was prepared with another"
                 f" tokenizer: {REMAKE}"
             )
         return ids
 
-    def pieces(self, document: int) -> Iterator[NDArray]:
-        """The ids of a document, some at a time."""
-        for start in range(0, int(self.sizes[document]), PIECE):
-            yield self.read(document, start, PIECE)
-
     def end_of_documents(self) -> int | None:
         """The id that ends every document, or None if they do not end alike.
 
         If the card names such an id, it is that one or none. Without a card a single document does
-        not say it.
+        not say it. Up to 1000 documents with text are asked.
         """
-        last = self._last_tokens()
-        ends = set(last.values())
-        declared = self.meta.get("tokenizer", {}).get("eod")
-        if len(ends) > 1 or (declared is None and len(last) == 1):
-            return None
-        [end] = ends
-        return end if declared in (None, end) else None
-
-    def _last_tokens(self) -> dict[int, int]:
-        """The last token of up to 1000 documents with text, from the first to the last of them."""
         with_text = np.flatnonzero(np.asarray(self.sizes) > 0)
         places = np.linspace(0, len(with_text) - 1, min(len(with_text), 1000)).astype(np.int64)
-        return {
-            document: int(self.read(document, int(self.sizes[document]) - 1)[0])
+        last = [
+            int(self.read(document, int(self.sizes[document]) - 1)[0])
             for document in with_text[places].tolist()
-        }
+        ]
+        declared = self.meta.get("tokenizer", {}).get("eod")
+        if len({*last}) > 1 or (declared is None and len(last) == 1):
+            return None
+        return last[0] if declared in (None, last[0]) else None
 
     def check_ends(self, key: str, end: int | None) -> None:
         """Raise UserError unless all documents end with the tokenizer's token for it.
@@ -223,9 +197,7 @@ class TokenFile:
         """Raise UserError unless that tokenizer can have written these ids.
 
         With PREFIX.json the tokenizers' hashes must agree. Else ids must fit the vocabulary when
-        they are read, and the .idx must not be that of another .bin: where the text ends with the
-        tokenizer's end of a document, either all end so, or none goes on after one. Windows of one
-        length are no documents, and are not asked.
+        they are read.
         """
         writer = self.meta.get("tokenizer")
         if writer and writer.get("hash") != tokenizer.hash:
@@ -236,19 +208,6 @@ class TokenFile:
                 " tokenizer_type, vocab_file and merge_file of the data"
             )
         self._vocab = min(self._vocab, tokenizer.vocab_size)
-        if writer:
-            return
-        last, end = self._last_tokens(), tokenizer.eod
-        *_, end_of_text = last.values()
-        if end_of_text != end or set(last.values()) == {end} or not np.ptp(self.sizes[:-1]):
-            return
-        for document in last:
-            if end in self.read(document, 0, BEGINNING)[:-1]:
-                raise UserError(
-                    f"{self._bin.path}: does not belong to its .idx, by which document {document}"
-                    f" goes on after token {end}, the end of a document, and others lack it -"
-                    f" {REMAKE}"
-                )
 
 
 def preparing(prefix: str) -> str:
@@ -279,7 +238,6 @@ class TokenWriter:
 
     meta: what PREFIX.json says beside the numbers of documents and tokens. It may be changed inside
         the block. Without it no .json is written.
-    pending: tokens of the document that is being written
     """
 
     def __init__(
@@ -293,7 +251,7 @@ class TokenWriter:
         self.prefix = Path(prefix)
         self.dtype = np.dtype(dtype)
         self.meta = dict(meta or {})
-        self.documents = self.tokens = self.pending = 0
+        self.documents = self.tokens = 0
         self._sizes = array("i")  # four bytes a document: there may be many millions
         self._digest = hashlib.sha256()
         # The index comes last. Without it there is no token file: a crash cannot mix old and new.
@@ -323,7 +281,6 @@ class TokenWriter:
                 }
                 # A file's name that is not UTF-8 cannot be written in JSON.
                 facts = parse(json.dumps(facts, ensure_ascii=False).encode(errors="replace"))
-                facts[CHECKSUM] = checksum(facts)
                 card.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
     def __enter__(self) -> Self:
@@ -337,11 +294,6 @@ class TokenWriter:
 
         Raises UserError for an id that the file's dtype cannot hold.
         """
-        self.extend(ids)
-        self.end_document()
-
-    def extend(self, ids: Sequence[int] | NDArray) -> None:
-        """Append ids to the document that is being written; errors as of `add`."""
         wide = np.asarray(ids, dtype=np.int64)
         limits = np.iinfo(self.dtype.name)
         misfits = wide[(wide < limits.min) | (wide > limits.max)]
@@ -353,32 +305,22 @@ class TokenWriter:
         self.append(wide.astype(self.dtype).tobytes())
 
     def append(self, content: bytes) -> None:
-        """Append ids in the file's dtype to the document that is being written."""
-        self._bin.write(content)
-        self._digest.update(content)
-        self.pending += len(content) // self.dtype.itemsize
-        if self.pending > LONGEST:
+        """Append one document: its ids in the file's dtype."""
+        size = len(content) // self.dtype.itemsize
+        if size > LONGEST:
             raise UserError(
                 f"{self.prefix}: document {self.documents} has more than {LONGEST} tokens, which"
                 " the format cannot count - cut it into several"
             )
-
-    def end_document(self) -> None:
-        """Let the ids since the last document be a document."""
-        self._sizes.append(self.pending)
-        self.tokens += self.pending
+        self._bin.write(content)
+        self._digest.update(content)
+        self._sizes.append(size)
+        self.tokens += size
         self.documents += 1
-        self.pending = 0
 
 
 def _with(prefix: Path, suffix: str) -> Path:
     return prefix.with_name(prefix.name + suffix)
-
-
-def _without_control(text: str) -> str:
-    if CONTROL.search(text):  # every row of results repeats it
-        raise ValueError("has a control character")
-    return text
 
 
 Number = Annotated[int, Field(ge=0, lt=2**31)]
@@ -400,7 +342,7 @@ class Card(BaseModel):
 
     documents: int
     tokens: int
-    corpus: Annotated[str, AfterValidator(_without_control)] = ""
+    corpus: Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")] = ""  # rows repeat it
     tokenizer: _Writer = _Writer()
     sources: list[_Text] = []
     sha256: dict[str, str] = {}
@@ -418,12 +360,6 @@ def read_card(path: Path) -> dict:
             f"{path}: does not describe a token file ({in_words(fault)}) - remove it (the .bin and"
             f" .idx work without), or {REMAKE}"
         ) from None
-    facts = {key: value for key, value in meta.items() if key != CHECKSUM}
-    if meta.get(CHECKSUM) not in (None, checksum(facts)):
-        raise UserError(
-            f"{path}: does not agree with its checksum, it was damaged or edited - copy it again,"
-            f" or {REMAKE} (if you edited it, remove its key checksum)"
-        )
     return meta
 
 

@@ -54,7 +54,6 @@ from megatron.protocols import (
 from megatron.results.files import LINES, existing_results, write_results
 from megatron.results.row import (
     ATTENTION_INPUTS,
-    EXACT,
     Facts,
     Question,
     Row,
@@ -155,15 +154,10 @@ def windows_of_text(
     """
     usual = usual_protocol(tokens.prefix)
     protocols = options.protocols(usual)
-    if usual == TASK and set(protocols) != {TASK}:
+    if {name == TASK for name in protocols} != {usual == TASK}:
+        what = "a task, which protocol task alone measures" if usual == TASK else "no task"
         raise UserError(
-            f"--protocol: {tokens.prefix} is a task, which protocol task alone measures"
-            " - leave --protocol out, also train_iters: 0"
-        )
-    if usual != TASK and TASK in protocols:
-        raise UserError(
-            f"--protocol task: {tokens.prefix} is no task - give data_path=task:NAME, or"
-            " another protocol"
+            f"--protocol: {tokens.prefix} is {what} - leave --protocol out, or give data_path=…"
         )
     split, part = texts.split, texts.name
     text = HeldOutText(
@@ -184,6 +178,46 @@ def windows_of_text(
     return windows_of
 
 
+@dataclass(frozen=True)
+class Job:
+    """One protocol on one text, with one setting of attention.
+
+    output: the file of its rows; facts: their keys about text and protocol; windows: by length
+    """
+
+    output: Path
+    tokens: TokenFile
+    attention: MeasuredAttention
+    facts: Facts
+    windows: list[Windows]
+
+
+def jobs_of(run: LoadedRun, options: Options, context_ranks: int) -> Iterator[Job]:
+    """All that the options ask for of a run on its texts. Raises UserError for what cannot be."""
+    positions = [placed.position for placed in run.model.placed]
+    attention = MeasuredAttention.of(run.config.attention)
+    attentions = variants(attention, options, positions, run.model.train_length)
+    moves_tokens = any(each.method or each.sinks is not None for each in attentions)
+    if context_ranks > 1 and moves_tokens:
+        raise UserError(
+            f"context_parallel_size: {context_ranks} ranks share no text under --method"
+            " or --sinks, which move tokens - set it to 1"
+        )
+    for tokens in run.texts.files:
+        windows_of = windows_of_text(run.config, run.trained, options, run.texts, tokens)
+        for attention, name in itertools.product(attentions, windows_of):
+            protocol, windows = windows_of[name]
+            for each in windows:
+                run.check_known_tokens(each.ids)
+            words = [name] if name != "equal_tokens" else []
+            words += [options.dtype] if options.dtype != "fp32" else []
+            output = options.output or run.default_output(tokens, attention, words)
+            check_output(output, LINES)
+            existing_results(output)  # refuses a file of other rows before anything is measured
+            facts = run.facts_of_text(name, tokens) | protocol.facts
+            yield Job(output, tokens, attention, facts, windows)
+
+
 def measured_rows(
     run: LoadedRun,
     options: Options,
@@ -197,87 +231,81 @@ def measured_rows(
     grid: the processes that share the windows; context: those that share each window
     stops: asked before each length; what is not measured yet is left out if it says so
     """
-    config, model = run.config, run.model
-    # Each protocol on each variant of each text, with the file of its rows.
-    positions = [placed.position for placed in model.placed]
-    attention = MeasuredAttention.of(config.attention)
-    attentions = variants(attention, options, positions, model.train_length)
-    moves_tokens = any(each.method or each.sinks is not None for each in attentions)
-    if grid.context_ranks > 1 and moves_tokens:
-        raise UserError(
-            f"context_parallel_size: {grid.context_ranks} ranks share no text under --method"
-            " or --sinks, which move tokens - set it to 1"
-        )
-    jobs = []
-    lengths = sorted(set(options.lengths or config.evaluation.eval_lengths))
-    for tokens in run.texts.files:
-        windows_of = windows_of_text(config, run.trained, options, run.texts, tokens)
-        for attention, name in itertools.product(attentions, windows_of):
-            protocol, windows = windows_of[name]
-            for each in windows:
-                run.check_known_tokens(each.ids)
-            words = [name] if name != "equal_tokens" else []
-            words += [options.dtype] if options.dtype != "fp32" else []
-            output = options.output or run.default_output(tokens, attention, words)
-            check_output(output, LINES)
-            existing_results(output)
-            facts = run.facts_of_text(name, tokens) | protocol.facts
-            jobs.append((output, tokens, attention, facts, windows))
-
-    rows: dict[Path, list[Row]] = {output: [] for output, *_ in jobs}
-    # A bar for each length, which a log renews every half minute.
-    seconds = 0.1 if sys.stderr.isatty() else 30.0
-    bars = {"mininterval": seconds, "delay": seconds, "leave": False, "disable": not grid.first}
+    jobs = list(jobs_of(run, options, grid.context_ranks))
+    rows: dict[Path, list[Row]] = {job.output: [] for job in jobs}
+    lengths = sorted(set(options.lengths or run.config.evaluation.eval_lengths))
     owned = [owned_file(output, "--output") for output in rows]
     with owned_by_first(grid, *owned):
-        model.to(grid.device, DTYPES[options.dtype])
-        for output, tokens, attention, facts_of_text, by_length in jobs:
-            model.use_attention(attention)
-            logger.info("attention %s", model.attention_choice)
-            facts = run.facts(attention) | run.begin_of_text | facts_of_text
+        run.model.to(grid.device, DTYPES[options.dtype])
+        for job in jobs:
+            run.model.use_attention(job.attention)
+            logger.info("attention %s", run.model.attention_choice)
+            facts = run.facts(job.attention) | run.begin_of_text | job.facts
             # As the first process reads them: all processes must agree.
-            existing = grid.gather(existing_results(output))[0]
-            for windows in by_length:
+            existing = grid.gather(existing_results(job.output))[0]
+            for windows in job.windows:
                 if stops():
                     return MeasuredRows(rows, lengths)
-                name = f"{facts['protocol']} {windows.length}"
-                question = facts | windows.facts
-                question |= {"length": windows.length, "text": windows.text}
-                if windows.edges:  # means between other positions are another answer
-                    question["position_edges"] = list(windows.edges)
-                row = existing_row = answer(question, existing)
-                keep = 0
-                if options.keep_losses:
-                    keep = windows.whole(options.keep_losses)
-                    # A row without a loss has no others either.
-                    if row and row["loss"] is not None and len(row.get("token_losses", [])) != keep:
-                        row = existing_row = None
-                spent = "kept from an earlier call"
-                if row is None:
-                    with tqdm(total=len(windows.ids), desc=name, **bars) as bar:
-                        how = {
-                            "batch_tokens": config.evaluation.eval_batch_tokens,
-                            "grid": grid,
-                            "context": context,
-                            "advance": bar.update,
-                        }
-                        numbers = measured(model, windows, keep=keep, **how)
-                    row = cast(Row, question | numbers)
-                    spent = f"{numbers['seconds']:.1f} s"
-                # The tokenizer may have been absent before.
-                if row.get("bytes_from") != EXACT:
-                    row = with_facts(row, run.bytes_of_text(tokens, windows, row["loss"]))
-                if keep and not row.get("token_texts"):
-                    row = with_facts(row, run.texts_of_targets(tokens, windows, keep))
-                if grid.first and row != existing_row:
-                    write_results(output, [row])  # at once: the longest length may fail
-                if grid.first:
-                    result = f"no perplexity ({row.get('reason')})"
-                    if row["perplexity"] is not None:
-                        result = f"perplexity {row['perplexity']:.2f}"
-                    logger.info("%s: %s, %d windows, %s", name, result, row["windows"], spent)
-                rows[output].append(row)
+                row, is_new = row_of(run, job, facts, windows, existing, options, grid, context)
+                if grid.first and is_new:
+                    write_results(job.output, [row])  # at once: the longest length may fail
+                rows[job.output].append(row)
     return MeasuredRows(rows, lengths)
+
+
+def row_of(
+    run: LoadedRun,
+    job: Job,
+    facts: Facts,
+    windows: Windows,
+    existing_rows: Sequence[Row],
+    options: Options,
+    grid: Grid,
+    context: Context | None,
+) -> tuple[Row, bool]:
+    """The row of one length, and whether it is new: an existing one is kept that answers it."""
+    question = facts | windows.facts | {"length": windows.length, "text": windows.text}
+    if windows.edges:  # means between other positions are another answer
+        question["position_edges"] = list(windows.edges)
+    existing_row = answer(question, existing_rows)
+    keep = windows.whole(options.keep_losses) if options.keep_losses else 0
+    row = existing_row
+    # A row without a loss has no others either.
+    if keep and row and row["loss"] is not None and len(row.get("token_losses", [])) != keep:
+        row = None
+    name = f"{facts['protocol']} {windows.length}"
+    spent = "kept from an earlier call"
+    if row is None:
+        # A log renews the bar every half minute.
+        pause = 0.1 if sys.stderr.isatty() else 30.0
+        bar = tqdm(
+            total=len(windows.ids),
+            desc=name,
+            mininterval=pause,
+            delay=pause,
+            leave=False,
+            disable=not grid.first,
+        )
+        with bar:
+            numbers = measured(
+                run.model,
+                windows,
+                keep=keep,
+                batch_tokens=run.config.evaluation.eval_batch_tokens,
+                grid=grid,
+                context=context,
+                advance=bar.update,
+            )
+        row = cast(Row, question | numbers)
+        spent = f"{numbers['seconds']:.1f} s"
+    if "bytes" not in row:  # the tokenizer may have been absent before
+        row = with_facts(row, run.bytes_of_text(job.tokens, windows, row["loss"]))
+    if grid.first:
+        result = f"no perplexity ({row.get('reason')})"
+        if row["perplexity"] is not None:
+            result = f"perplexity {row['perplexity']:.2f}"
+        logger.info("%s: %s, %d windows, %s", name, result, row["windows"], spent)
+    return row, row != existing_row
 
 
 def check_options(config: Config, options: Options) -> None:

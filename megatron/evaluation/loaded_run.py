@@ -2,8 +2,6 @@
 
 import contextlib
 import hashlib
-import logging
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -24,19 +22,15 @@ from megatron.data.tasks import TaskText
 from megatron.data.tokenizers.build import build_tokenizer, needs_files
 from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.data.tokens import TokenFile
-from megatron.errors import CONTROL, UserError
+from megatron.errors import UserError
 from megatron.evaluation.methods import MeasuredAttention
 from megatron.files import place_of
 from megatron.model import GPT
 from megatron.positions.layers import name_of_layers
 from megatron.protocols import Windows
-from megatron.results.files import CHECKSUM
-from megatron.results.row import ATTENTION_INPUTS, EXACT, MEAN, Facts
+from megatron.results.row import ATTENTION_INPUTS, EXACT, Facts
 from megatron.results.statistics import bits_per_byte
 
-logger = logging.getLogger(__name__)
-
-TEXTS = 2048  # targets whose text a row has
 BESIDE_TOKENS = "tokenizer.json"  # what prepare_data.py writes beside the tokens
 TokenizerFiles = tuple[str, str | None, str | None]  # tokenizer_type, vocab_file, merge_file
 PREPARE = "prepare that text with the checkpoint's tokenizer"
@@ -51,6 +45,8 @@ SHAPES_LOSSES = (
     "config",
     "data",
     "evaluation",
+    "hybrids",
+    "layer_kinds.py",
     "model",
     "parallel",
     "positions",
@@ -88,34 +84,25 @@ class LoadedModel:
         token = self.tokenizer.get("bos_token")
         return {} if token is None else {"bos_token": token}
 
-    @property
-    def name(self) -> str:
-        """Encoding, seed, step and weights, such as "rotary seed 1 step 500 0123456789ab"."""
-        words = [self.trained.label]
-        if not imported_class(self.record):
-            words.append(f"seed {self.trained.training.seed}")
-        return " ".join([*words, f"step {self.record['step']}", weights_of(self.path, self.record)])
+    def tokenizer_with(
+        self, expected: str | None, prefixes: Iterable[Path]
+    ) -> tuple[Tokenizer | None, tuple[str, ...]]:
+        """The tokenizer with this hash, and what is wrong with the files that are not it.
 
-    def tokenizer_files(self, prefixes: Iterable[Path]) -> list[TokenizerFiles]:
-        """Its tokenizer's files: as given, as in training, in its run, beside token files."""
+        Its files are looked for as given, as in training, in the run's folder, which may have been
+        moved, and beside token files.
+        """
         places: list[TokenizerFiles] = [(self.tokenizer.get("type") or "", None, None)]
         for data in (self.config.data, self.trained.data):
-            places.append((data.tokenizer_type, data.vocab_file, data.merge_file))
-            vocab, merges = (
-                file and str(self.path.parent / TOKENIZER / Path(file).name)
-                for file in (data.vocab_file, data.merge_file)
-            )
-            if Path(vocab or "").is_file():  # the run may have been moved
-                places.append((data.tokenizer_type, vocab, merges))
+            files = data.vocab_file, data.merge_file
+            in_run = [self.path.parent / TOKENIZER / Path(file or "").name for file in files]
+            vocab, merges = (str(copy) if copy.is_file() else None for copy in in_run)
+            places.append((data.tokenizer_type, *files))
+            places.append((data.tokenizer_type, vocab, merges))
         places = [place for place in places if place[0] and (place[1] or not needs_files(place[0]))]
         for prefix in prefixes:
             places.append(("HFTokenizer", str(prefix.with_name(BESIDE_TOKENS)), None))
-        return list(dict.fromkeys(places))
-
-    def tokenizer_of(self, tokens: TokenFile) -> Tokenizer | None:
-        """The tokenizer that wrote a text, or None if it is not at hand."""
-        writer = tokens.meta.get("tokenizer") or self.tokenizer
-        return _tokenizer(tuple(self.tokenizer_files([tokens.prefix])), writer.get("hash"))
+        return _tokenizer(tuple(dict.fromkeys(places)), expected, self.record["vocab"])
 
     def check_known_tokens(self, windows: Iterable[np.ndarray]) -> None:
         """Raises UserError if the text holds a token that the embedding does not have."""
@@ -193,92 +180,53 @@ class LoadedRun(LoadedModel):
         }
 
     def bytes_of_text(self, tokens: TokenFile, windows: Windows, loss: float | None) -> Facts:
-        """bytes, bytes_from and bits_per_byte of the scored targets; {} if nothing is known.
+        """bytes, bytes_from and bits_per_byte of the scored targets; {} without the tokenizer.
 
         Answers of a task have none, because they are no text.
 
-        They are counted by the tokenizer if its files exist, else by the mean on the corpus's card.
         loss: mean over the scored targets in nats. The end of a document is a target without
         bytes: what it costs to say that a document ends counts.
         """
-        if windows.answers:
+        sizes = None
+        writer = tokens.meta.get("tokenizer") or self.tokenizer
+        if writer.get("hash") and not windows.answers:
+            tokenizer, _ = self.tokenizer_with(writer["hash"], [tokens.prefix])
+            sizes = tokenizer and tokenizer.token_bytes()
+        if sizes is None:
             return {}
-        count = int(windows.counts.sum())
-        size, way = 0, EXACT
-        tokenizer = self.tokenizer_of(tokens)
-        sizes = None if tokenizer is None else tokenizer.token_bytes()
-        if sizes is not None:
-            for targets in windows.targets:
-                tokens_with_text = targets[targets < len(sizes)]  # rows may be padded
-                size += int(sizes[tokens_with_text].sum())
-        elif tokens.text_bytes:
-            if CHECKSUM not in tokens.meta:
-                _note(
-                    f"{tokens.prefix}.json: was written before cards had a checksum, so bits per"
-                    " byte rely on a number that cannot be verified - prepare the text again"
-                )
-            size, way = tokens.text_bytes / tokens.tokens * count, MEAN
-        if not size:  # nothing is known, or only ends of documents were scored
+        targets = np.concatenate(windows.targets)
+        size = int(sizes[targets[targets < len(sizes)]].sum())  # rows may be padded
+        if not size:  # only ends of documents were scored
             return {}
-        bits = None if loss is None else bits_per_byte(loss, count, size)
-        return {"bytes": size, "bytes_from": way, "bits_per_byte": bits}
-
-    def texts_of_targets(self, tokens: TokenFile, windows: Windows, count: int) -> Facts:
-        """token_texts of the first targets, as far as they read on a page; {} without tokenizer.
-
-        A control character is shown by its picture, such as ␊ for a line break.
-        """
-        tokenizer = self.tokenizer_of(tokens)
-        if tokenizer is None:
-            return {}
-        texts = []
-        for ids, places in zip(windows.ids, windows.scored, strict=True):
-            for place in places[: min(count, TEXTS) - len(texts)].tolist():
-                # Some tokenizers lose the space before a token that stands alone.
-                before, both = ids[place : place + 1].tolist(), ids[place : place + 2].tolist()
-                text = tokenizer.decode(both)[len(tokenizer.decode(before)) :]
-                texts.append(CONTROL.sub(lambda match: chr(0x2400 + ord(match[0]) % 0x40), text))
-        return {"token_texts": texts}
+        bits = None if loss is None else bits_per_byte(loss, len(targets), size)
+        return {"bytes": size, "bytes_from": EXACT, "bits_per_byte": bits}
 
 
 @cache
-def _tokenizer(places: Sequence[TokenizerFiles], expected: str | None) -> Tokenizer | None:
-    """The tokenizer of that hash, or None if it is not at hand.
-
-    An evaluation needs no tokenizer, so a file that cannot be used is a warning.
-    """
+def _tokenizer(
+    places: Sequence[TokenizerFiles], expected: str | None, vocab: int
+) -> tuple[Tokenizer | None, tuple[str, ...]]:
+    """The first tokenizer of this hash for a model of `vocab` rows, and why others are not it."""
     faults = []
     for place in places:
-        _, file, _ = place
+        kind, file, _ = place
         try:
             tokenizer = build_tokenizer(*place)
         except UserError as fault:
-            if file and os.path.exists(file):
-                faults.append(str(fault))
+            faults.append(str(fault))
             continue
-        if tokenizer.hash == expected:
-            return tokenizer
-        if file:
-            faults.append(f"{file}: has the hash {tokenizer.hash}, the text's tokenizer {expected}")
-    for fault in faults:
-        logger.warning("%s - without the tokenizer bytes are estimated by the corpus's card", fault)
-    return None
-
-
-@cache
-def _note(text: str) -> None:
-    """Log a warning once, however many lengths are measured."""
-    logger.warning(text)
+        is_unknown = expected is None and tokenizer.vocab_size <= vocab
+        if tokenizer.hash == expected or is_unknown:
+            return tokenizer, ()
+        faults.append(f"{file or kind}: is another tokenizer, {tokenizer.hash}")
+    return None, tuple(faults)
 
 
 def loaded_model(config: Config | None, folder: str | Path | None, step: int | None) -> LoadedModel:
     """Open a checkpoint without a text; arguments and errors as for `loaded_run`."""
     where = folder or checkpoint_folder(config, step)
     model, trained, record = load_for_evaluation(where, step)
-    path = Path(record["path"])
-    if CONTROL.search(str(path)):  # every row repeats it
-        raise UserError(f"checkpoint: {path} has a control character in its name - rename it")
-    return measurable(model, trained, config, path, record)
+    return measurable(model, trained, config, Path(record["path"]), record)
 
 
 def measurable(
@@ -336,19 +284,12 @@ def tokenizer_of(trained: LoadedModel) -> Tokenizer:
             f"{trained.path}: learned a task, which has no tokenizer for texts - evaluate.py"
             " without --tasks measures it"
         )
-    prefixes = []
+    prefixes: list[str] = []
     for data in (trained.config.data, trained.trained.data):
         prefixes += filter(None, (data.data_path, *data.train_data_paths))
-    faults = []
-    for kind, vocab_file, merge_file in trained.tokenizer_files(map(Path, prefixes)):
-        try:
-            tokenizer = build_tokenizer(kind, vocab_file, merge_file)
-        except UserError as fault:
-            faults.append(str(fault))
-            continue
-        if expected in (None, tokenizer.hash) and tokenizer.vocab_size <= trained.record["vocab"]:
-            return tokenizer
-        faults.append(f"{vocab_file or kind}: is another tokenizer, {tokenizer.hash}")
+    tokenizer, faults = trained.tokenizer_with(expected, map(Path, prefixes))
+    if tokenizer is not None:
+        return tokenizer
     words = f"{description.get('type', 'unknown')} {expected or ''}".strip()
     message = (
         f"vocab_file: the tokenizer that {trained.path} learned with ({words}) is not found"
@@ -390,15 +331,13 @@ def on_text(loaded: LoadedModel) -> LoadedRun:
     if texts.weights and trained_on:  # as a whole, it holds the training's share
         trained_whole = (trained_on,)
     trained_places = {place_of(corpus) for corpus in trained_whole}
-    same_name: dict[str, TokenFile] = {}
+    names = [name_of(tokens) for tokens in texts.files]
+    if len({*names}) < len(names):
+        raise UserError(
+            f"{texts.name}_data_paths: two corpora have one name in results ({', '.join(names)})"
+            " - evaluate one at a time"
+        )
     for tokens in texts.files:
-        for name in {name_of(tokens), tokens.prefix.name}:
-            other = same_name.setdefault(name, tokens)
-            if other is not tokens:
-                raise UserError(
-                    f"{texts.name}_data_paths: {other.prefix} and {tokens.prefix} are both"
-                    f" called {name} in results - evaluate one at a time"
-                )
         writer = tokens.meta.get("tokenizer") or {}
         hashes = writer.get("hash"), loaded.tokenizer.get("hash")
         if all(hashes) and hashes[0] != hashes[1]:
@@ -417,7 +356,9 @@ def on_text(loaded: LoadedModel) -> LoadedRun:
             )
     task, *_ = texts.files
     if isinstance(task, TaskText) and task.filler:
-        in_words = replace(task, tokenizer=loaded.tokenizer_of(task.filler))
+        writer = task.filler.meta.get("tokenizer") or loaded.tokenizer
+        tokenizer, _ = loaded.tokenizer_with(writer.get("hash"), [task.filler.prefix])
+        in_words = replace(task, tokenizer=tokenizer)
         texts = replace(texts, files=(cast(TokenFile, in_words),))
     return LoadedRun(loaded.model, trained, config, path, loaded.record, texts)
 

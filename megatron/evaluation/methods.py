@@ -13,7 +13,7 @@ are near, which far keys are visible, and where far queries and keys stand.
 | lm_infinite (arXiv 2308.16137) | the first `sinks` of the text | limit |
 | sinks with a window (StreamingLLM, arXiv 2309.17453) | the first `sinks` | of places in a cache |
 
-`dual_chunk` has three versions of a score, by the chunks of both tokens: see `by_chunks`.
+`dual_chunk` has three versions of a score, by the chunks of both tokens: see `Method.seen_keys`.
 
 `dynamic_ntk` changes the base of a rotary encoding for later queries: it is that of dynamic NTK for
 their number of keys n, rounded up to whole steps. The base is base · (factor · n / seq_length -
@@ -37,24 +37,22 @@ from torch import Tensor
 from megatron.attention import attend
 from megatron.attention.eager import all_scores, attended
 from megatron.attention.scope import BLOCK
-from megatron.attention.sdpa import MOST_SCORES, cpu_kernel, sdpa
-from megatron.attention.terms import Terms, merge, with_sink
+from megatron.attention.sdpa import MOST_SCORES, cpu_kernel
+from megatron.attention.terms import Terms, mask, merge, with_sink
 from megatron.errors import UserError, did_you_mean
-from megatron.model.block import Text
-from megatron.model.gated_delta import for_each_query_head
+from megatron.model.block import Text, for_each_query_head
 from megatron.model.settings import AttentionSettings
 from megatron.positions import REGISTRY, Position
 
 MOST = 2**24  # tokens: beyond, positions are not exact in float32
-LEAST = {"group": 2, "attention_factor": 0.01}
-"""The least value of an option, where it is not 1."""
+FACTOR = "attention_factor"  # an option
 
 
 class MethodKind(NamedTuple):
     """Options of a method and their types, tokens unless something else is said.
 
     defaults: of options that need not be given, by the training's length and what is given
-    needs: the attribute that the encoding of at least one layer must have; None: nothing
+    needs: what the encoding of at least one layer does; None: nothing
     between: far distances may lie between whole numbers, where tables have no value
     scaling: of `rotary`, which the encoding gets with these options; None: tokens move instead
     """
@@ -113,18 +111,29 @@ METHODS = {
     "longrope": MethodKind(
         {"factor": float, "factors": str}, needs="stretches", scaling="longrope"
     ),
-    "clipped_rope": MethodKind({"clipped": int}, needs="stretches", scaling="none"),
+    "clipped_rope": MethodKind({"clipped": int}, needs="stretches", scaling="clipped_rope"),
 }
 """All that `--method` may name."""
 SINKS = MethodKind({"window": int, "sinks": int}, needs=None)
 """The setting `sinks` beside `window`."""
 FACTORS: dict[str, dict[str, list[float]]] = {}
 """LongRoPE's factors that were read: long_factor and short_factor, by a name of their contents."""
-LACKS = {
-    "rotates": "does not turn queries and keys by position; it is for encodings such as rotary",
-    "stretches": "has no frequencies that can be stretched; it is for rotary",
-}
-"""Reasons why an encoding does not fit a method."""
+
+
+class SeenKeys(NamedTuple):
+    """The keys first … end - 1 as some queries see them.
+
+    query_place [queries], key_place [keys of the text]: where both stand, whole numbers or not
+    last [queries]: the last key that each sees, which may be beyond `end`
+    window: so many keys up to that one; None: all
+    """
+
+    query_place: Tensor
+    key_place: Tensor
+    first: int
+    end: int
+    last: Tensor
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -185,10 +194,6 @@ class Method:
             return self.options["window"], self.options["sinks"]
         return window, None
 
-    def attend(self, text: Text) -> Tensor:
-        """The output of attention over a text: [batch, heads, queries, head_dim]."""
-        return attention_by_method(self, text)
-
     def table_length(self, keys: int) -> int:
         """The number of distances that a table must have for so many keys."""
         return max(keys, self.options.get("limit", 0) + 1)
@@ -201,30 +206,121 @@ class Method:
 
     def obstacle(self, position: Position) -> str | None:
         """The reason why tokens of this encoding cannot stand at other positions, or None."""
-        has = position.has
-        if self.kind.between and has_table(position):
-            return "its bias by distance has no value between whole distances"
-        if self.kind.needs == "stretches" and not position.stretches:
-            return stretched_already(position) or "its base cannot change"
+        if self.kind.needs == "stretches" and position.stretch_fault is not None:
+            return position.stretch_fault
         if self.scaling:
             try:
                 deepcopy(position).use_scaling(self.scaling)
             except UserError as fault:
                 return str(fault)
             return None
-        if has("on_scores"):
-            return "it changes all scores of a query by their content"
-        if has("block_scores"):
-            return "its scores depend on the tokens between query and key"
-        if position.changes_embeddings:
-            return "it adds positions to the embeddings, where they stay"
-        if has("index_bias"):
-            return "its bias depends on the places of both tokens, not on their distance"
-        if not position.movable:
-            return "its queries and keys are known at their own positions alone"
-        if has("on_queries_keys") and has("on_queries_keys_by_content"):
-            return "it turns queries and keys by their content too"
-        return None
+        has = position.has
+        reasons = {
+            "its bias by distance has no value between whole distances": (
+                self.kind.between and has_table(position)
+            ),
+            "it changes all scores of a query by their content": has("on_scores"),
+            "its scores depend on the tokens between query and key": has("block_scores"),
+            "it adds positions to the embeddings, where they stay": position.changes_embeddings,
+            "its bias depends on the places of both tokens, not on their distance": (
+                has("index_bias")
+            ),
+            "its queries and keys are known at their own positions alone": not position.movable,
+            "it turns queries and keys by their content too": (
+                has("on_queries_keys") and has("on_queries_keys_by_content")
+            ),
+        }
+        return next((reason for reason, applies in reasons.items() if applies), None)
+
+    def attend(self, text: Text) -> Tensor:
+        """The output of attention over a text: [batch, heads, queries, head_dim]."""
+        start, end = text.start, text.k.shape[2]
+        key = torch.arange(end, device=text.k.device)
+        values = for_each_query_head(text.v, text.q.shape[1] // text.v.shape[1])
+        near_keys = self.near_keys
+        if near_keys is None:
+            # One part of the queries after the other, each with the base of its length.
+            outputs = []
+            for first, stop, stretch in self.parts(start, end, text.position.shape.train_length):
+                rows, keys = slice(first - start, stop - start), slice(0, stop)
+                q, k = text.turned(rows, key[first:stop], key[keys], stretch)
+                outputs.append(attend(q, k, values[:, :, keys], text.terms.part(rows, keys)))
+            return torch.cat(outputs, dim=2)
+
+        scale = text.position.origin.new_full((1, end - start), self.options.get(FACTOR, 1.0) ** 2)
+        if text.query_scale is not None:
+            scale = scale * text.query_scale
+        text = replace(text, query_scale=scale)
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
+        batch, heads = text.q.shape[:2]
+        size = max(1, min(BLOCK, MOST_SCORES // (batch * heads * end)))
+        chunk = self.options.get("chunk", end)
+        outputs = []
+        while start < end:
+            stop = min(start + size, (start // chunk + 1) * chunk, end)
+            if start < near_keys:  # queries of a block all have far keys, or none
+                stop = min(stop, near_keys)
+            outputs.append(self.block(text, values, key, start, stop))
+            start = stop
+        return torch.cat(outputs, dim=2).to(text.v.dtype)
+
+    def block(self, text: Text, v: Tensor, key: Tensor, start: int, stop: int) -> Tensor:
+        """The output of the queries start … stop - 1: [batch, heads, queries, features].
+
+        v [batch, heads, keys, features]; key [keys]: 0, 1, 2, …
+        """
+        rows = slice(start - text.start, stop - text.start)
+        out = lse = None
+        for seen in self.seen_keys(key[start:stop], key, text.terms.window):
+            columns = slice(max(0, seen.first), seen.end)
+            if columns.start >= columns.stop:
+                continue
+            q, k = text.turned(rows, seen.query_place, seen.key_place[: columns.stop])
+            part_out, part_lse = attended_keys(
+                q.to(v.dtype),
+                k[:, :, columns].to(v.dtype),
+                v[:, :, columns],
+                replace(text.terms.part(rows, columns), window=seen.window),
+                seen.last - columns.start,
+                seen.query_place.long()[:, None] - seen.key_place[columns].long(),
+            )
+            if out is None or lse is None:
+                out, lse = part_out, part_lse
+            else:
+                out, lse = merge(out, lse, part_out, part_lse)
+        assert out is not None
+        assert lse is not None
+        return with_sink(out, lse, text.terms.sink)
+
+    def seen_keys(self, query: Tensor, key: Tensor, window: int | None) -> Iterator["SeenKeys"]:
+        """The keys of neighbouring queries: near ones, then far ones."""
+        first, end = int(query[0]), int(query[-1]) + 1
+        if "chunk" in self.options:
+            # Key j stands at j mod chunk. Query i stands at i mod chunk for keys of its own chunk,
+            # at min(i mod chunk + chunk, limit) for keys of the chunk before, and at
+            # min(2 chunk - 1, limit) for all earlier ones (arXiv 2402.17463).
+            chunk, limit = self.options["chunk"], self.options["limit"]
+            begin, place = first - first % chunk, key % chunk
+            own_place = place[first:end]
+            next_place = (own_place + chunk).clamp(max=limit)
+            far_place = torch.full_like(own_place, min(2 * chunk - 1, limit))
+            yield SeenKeys(own_place, place, begin, end, query)
+            yield SeenKeys(next_place, place, begin - chunk, begin, query)
+            yield SeenKeys(far_place, place, 0, begin - chunk, query)
+            return
+        near, sinks = self.options["window"], self.options.get("sinks")
+        if sinks is not None:
+            window = None
+        nearest = min(near, window or near)
+        yield SeenKeys(query, key, first - nearest + 1, end, query, nearest)
+        if window is not None and window <= near:
+            return
+        far_query, far_key = self.far(query, key)
+        first_far = 0 if window is None else first - window + 1
+        end_of_far = end - near if sinks is None else min(sinks, end - near)
+        # Far enough are the keys of a causal mask, `near` tokens earlier.
+        far_window = None if window is None else window - near
+        yield SeenKeys(far_query, far_key, first_far, end_of_far, query - near, far_window)
 
     def parts(self, start: int, end: int, train_length: int) -> Iterator[tuple[int, int, float]]:
         """(first query, end, growth of the base) of the queries start … end - 1, by their base."""
@@ -243,10 +339,10 @@ def method_of(text: str, train_length: int) -> Method:
 
     Options that are not given have the defaults of their method. Raises UserError for others.
     """
-    fault = fault_of_name(text)
-    if fault is not None:
-        raise UserError(fault)
     name, *words = text.split(",")
+    if name not in METHODS:
+        hint = did_you_mean(name, METHODS) or f"choose from {', '.join(METHODS)}"
+        raise UserError(f"--method {text:.80}: no such method; {hint}")
     kind = METHODS[name]
     options: dict[str, Any] = {}
     option_types = ", ".join(f"{option}={type.__name__}" for option, type in kind.options.items())
@@ -255,40 +351,27 @@ def method_of(text: str, train_length: int) -> Method:
         try:
             options[key] = kind.options[key](value[:20])
         except (KeyError, ValueError):
-            raise UserError(
-                f"--method {name}: {shown(word)} is wrong; give {option_types}"
-            ) from None
+            raise UserError(f"--method {name}: {word:.80} is wrong; give {option_types}") from None
     options = kind.defaults(train_length, options) | options
+    near = options.get("window", options.get("chunk", 1))
+    bounds = {
+        "group": (2, MOST),
+        "attention_factor": (0.01, MOST),
+        "limit": (near, MOST),
+        "window": (1, train_length),
+        "chunk": (1, train_length),
+        "local": (1, near),
+    }
     for key in kind.options:
         if key not in options:
             raise UserError(f"--method {name}: give {key}= too; it has no default")
         if key == "factors":  # a name of numbers
             continue
-        least, most = LEAST.get(key, 1), MOST
-        if key == "limit":
-            least = options.get("window", options.get("chunk"))
-        if key in ("window", "chunk"):
-            most = train_length
-        if key == "local":
-            most = options["window"]
+        least, most = bounds.get(key, (1, MOST))
         if not least <= options[key] <= most:
             value = options[key]
             raise UserError(f"--method {name}: {key}={value} is not within {least} … {most}")
     return Method(name, options)
-
-
-def shown(text: str) -> str:
-    """A text of the user's for a message: printable, and not long."""
-    return ascii(text)[1:-1][:100]
-
-
-def fault_of_name(text: str) -> str | None:
-    """The message about the name of the method in a text, or None."""
-    name = text.split(",")[0]
-    if name in METHODS:
-        return None
-    hint = did_you_mean(name, METHODS) or f"choose from {', '.join(METHODS)}"
-    return f"--method {shown(text)}: no such method; {hint}"
 
 
 @dataclass(frozen=True)
@@ -359,37 +442,25 @@ def faults_of(
     is_named = attention.method is not None
     where = f"--method {method.text}" if is_named else f"--sinks {sinks}"
     near_keys = method.near_keys
-    if near_keys is not None and attention.blockwise:
-        yield f"{where}: has no meaning beside blockwise: true"
-    if near_keys is not None and is_named and clip is not None:
-        yield f"{where}: excludes --clip-distance {clip}, since it clips itself"
-    if near_keys is not None and is_named and lengths:
-        window = min(lengths)
-        if method.name in ("lm_infinite", "dual_chunk") or window <= near_keys:
-            yield f"{where}: window {window} hides what it is for; give --window none"
-    needs = method.kind.needs
-    if needs is not None and not any(getattr(position, needs) for position in positions):
-        stretched = [stretched_already(position) for position in positions if position.stretched_by]
-        lacks = stretched[0] if stretched else f"{names} {LACKS[needs]}, alone or in sum"
-        yield f"{where}: {lacks}"
+    if near_keys is not None:
+        hides = method.name in ("lm_infinite", "dual_chunk")
+        beside = {
+            "blockwise": attention.blockwise,
+            "--clip-distance": is_named and clip is not None,
+            "this --window": is_named and lengths and (hides or min(lengths) <= near_keys),
+        }
+        for name, is_set in beside.items():
+            if is_set:
+                yield f"{where}: has no meaning beside {name}; leave that out"
+    if method.kind.needs is not None and not any(position.rotates for position in positions):
+        yield f"{where}: {names} do not turn queries and keys by position; take rotary"
         return
     for position in positions:
         obstacle = method.obstacle(position)
         if obstacle is not None and method.applies_to(position):
-            yield f"{where}: {name_of(position)} cannot be read so: {obstacle}"
+            yield f"{where}: {name_of(position)} cannot have it: {obstacle}"
     if attention.reset_attention_mask and not method.scaling:
         yield f"{where}: reads a text as one document; set reset_attention_mask=false"
-
-
-def stretched_already(position: Position) -> str | None:
-    """The reason why frequencies of a model cannot be stretched again, and what to take; or None"""
-    if position.stretched_by is None:
-        return None
-    moving_methods = [name for name, kind in METHODS.items() if kind.needs != "stretches"]
-    return (
-        f"the frequencies of {name_of(position)} are stretched already (scaling:"
-        f" {position.stretched_by}); take one of {', '.join(moving_methods)}"
-    )
 
 
 def name_of(position: Position) -> str:
@@ -412,174 +483,21 @@ def clipped(table: Tensor | None, distance: int | None) -> Tensor | None:
     return torch.cat([table[:, : distance + 1], last.expand(-1, beyond)], dim=1)
 
 
-def attention_by_method(method: Method, text: Text) -> Tensor:
-    """The output of attention over a text: [batch, heads, queries, head_dim]."""
-    start, end = text.start, text.k.shape[2]
-    key = torch.arange(end, device=text.k.device)
-    values = for_each_query_head(text.v, text.q.shape[1] // text.v.shape[1])
-    factor = method.options.get("attention_factor", 1.0)
-    if factor != 1:
-        scale = text.position.origin.new_full((1, end - start), factor**2)
-        if text.query_scale is not None:
-            scale = scale * text.query_scale
-        text = replace(text, query_scale=scale)
-    if "chunk" in method.options:
-        return by_chunks(method, text, values)
-    if method.near_keys is not None:
-        query, rows = key[start:], slice(0, end - start)
-        far = method.far(query, key)
-        sinks = method.options.get("sinks")
-        return near_far(
-            text.turned(rows, query, key),
-            text.turned(rows, *far),
-            values,
-            text.terms if sinks is None else replace(text.terms, window=None),
-            places=(far[0].long(), far[1].long()),
-            distance=method.options["window"],
-            sinks=sinks,
-        )
-    # One part of the queries after the other, each with the base of its length.
-    outputs = []
-    for first, stop, stretch in method.parts(start, end, text.position.shape.train_length):
-        rows, keys = slice(first - start, stop - start), slice(0, stop)
-        q, k = text.turned(rows, key[first:stop], key[keys], stretch)
-        outputs.append(attend(q, k, values[:, :, keys], text.terms.part(rows, keys)))
-    return torch.cat(outputs, dim=2)
-
-
-def by_chunks(method: Method, text: Text, v: Tensor) -> Tensor:
-    """Dual chunk attention (arXiv 2402.17463): [batch, heads, queries, features].
-
-    Key j stands at j mod chunk. Query i stands at i mod chunk for keys of its own chunk, at
-    min(i mod chunk + chunk, limit) for keys of the chunk before, and at min(2 chunk - 1, limit) for
-    all earlier ones. v [batch, heads, keys, features]; scores are float32 or wider.
-    """
-    chunk, limit, terms = method.options["chunk"], method.options["limit"], text.terms
-    start, end = text.start, v.shape[2]
-    wide_v = v.to(torch.promote_types(v.dtype, torch.float32))
-    place = torch.arange(end, device=v.device) % chunk
-    wide_k = text.turned(slice(0, 0), place[:0], place)[1].to(wide_v.dtype)
-    outputs = []
-    for own_chunk in range(start - start % chunk, end, chunk):
-        first, stop = max(start, own_chunk), min(own_chunk + chunk, end)
-        rows, before = slice(first - start, stop - start), max(0, own_chunk - chunk)
-        own_place = place[first:stop]
-        for query_place, keys in (
-            (own_place, slice(own_chunk, stop)),
-            ((own_place + chunk).clamp(max=limit), slice(before, own_chunk)),
-            (torch.full_like(own_place, min(2 * chunk - 1, limit)), slice(0, before)),
-        ):
-            if keys.start == keys.stop:
-                continue
-            q = text.turned(rows, query_place, place[:0])[0].to(wide_k.dtype)
-            qkv = q, wide_k[:, :, keys], wide_v[:, :, keys]
-            part = terms.part(rows, keys)
-            if keys.stop == stop:  # the own chunk, under the causal mask
-                out, lse = with_lse(*qkv, part)
-            else:
-                out, lse = merge(out, lse, *far_keys(*qkv, part, (query_place, place[keys])))
-        outputs.append(with_sink(out, lse, terms.sink))
-    return torch.cat(outputs, dim=2).to(v.dtype)
-
-
-def with_lse(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
-    """Causal attention, and the lse of each query."""
-    out, lse = sdpa(q, k, v, replace(terms, needs_lse=True))
-    assert lse is not None
-    return out, lse
-
-
-def far_keys(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    terms: Terms,
-    places: tuple[Tensor, Tensor],
-    last: Tensor | None = None,
+def attended_keys(
+    q: Tensor, k: Tensor, v: Tensor, terms: Terms, last: Tensor, distance: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Attention of queries to far keys, in blocks of queries: output and lse.
+    """Attention of some queries to some keys: output and lse.
 
-    places [queries], [keys] int64: tables are asked for their difference;
-    last [queries]: the index of the last key that each query sees, which may be beyond the keys;
-    None: all queries see all keys
+    last [queries]: the last key that each query sees; distance [queries, keys]: columns of tables
     """
-    (batch, heads, queries), keys = q.shape[:3], k.shape[2]
-    tables = terms.bias is not None or terms.weight is not None
-    plain = terms.is_causal_alone and terms.content is None
-    if plain and last is None and q.device.type == "cpu" and not torch.is_grad_enabled():
-        return cpu_kernel(q, k, v, None)
-    if last is None:
-        last = torch.full_like(places[0], keys)
-    size = max(1, min(BLOCK, MOST_SCORES // (batch * heads * keys)))
-    outs, lses = [], []
-    for start in range(0, queries, size):
-        rows = slice(start, min(start + size, queries))
-        first_key = 0 if terms.window is None else max(0, int(last[start]) - terms.window + 1)
-        columns = slice(first_key, min(int(last[rows.stop - 1]) + 1, keys))
-        distance = None
-        if tables:
-            distance = (places[0][rows, None] - places[1][columns]).clamp(min=0)
-        scores = all_scores(
-            q[:, :, rows],
-            k[:, :, columns],
-            terms.part(rows, columns),
-            query=last[rows] - first_key,
-            distance=distance,
-        )
-        out, lse = attended(scores, v[:, :, columns], True)
-        outs.append(out)
-        lses.append(lse)
-    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
-
-
-def near_far(
-    near: tuple[Tensor, Tensor],
-    far: tuple[Tensor, Tensor],
-    v: Tensor,
-    terms: Terms,
-    *,
-    places: tuple[Tensor, Tensor],
-    distance: int,
-    sinks: int | None = None,
-) -> Tensor:
-    """Causal attention with two versions of the score, for evaluation.
-
-    near, far: q [batch, heads, queries, features] of the last keys, and k [batch, heads, keys,
-    features]: `near` for keys less than `distance` tokens back, `far` for all others;
-    v [batch, heads, keys, features]; terms: tables, window and content;
-    places [queries], [keys] int64: tables are asked for their difference where a key is far;
-    sinks: of the far keys, only the first `sinks` of the text are visible; excludes a window.
-
-    Returns [batch, heads, queries, features] in v's dtype; scores are float32 or wider.
-    """
-    window = terms.window
-    assert window is None or sinks is None
-    dtype = torch.promote_types(v.dtype, torch.float32)
-    (near_q, near_k), (far_q, far_k) = ([x.to(dtype) for x in pair] for pair in (near, far))
-    wide_v = v.to(dtype)
-    queries, keys = near_q.shape[2], v.shape[2]
-    before = keys - queries
-    nearest = min(distance, window or distance)  # keys that are near and visible
-    out, lse = with_lse(near_q, near_k, wide_v, replace(terms, window=nearest))
-    first = max(0, distance - before)  # the first query with far keys
-    if first >= queries or (window is not None and window <= distance):
-        return with_sink(out, lse, terms.sink).to(v.dtype)
-
-    # The keys that are far enough are those of a causal mask, `distance` tokens earlier.
-    rows = slice(first, queries)
-    columns = slice(0, keys - distance if sinks is None else min(sinks, keys - distance))
-    qkv = far_q[:, :, rows], far_k[:, :, columns], wide_v[:, :, columns]
-    terms = replace(terms, window=None if window is None else window - distance)
-    if terms.bias is None and terms.weight is None and terms.content is None and sinks is None:
-        far_out, far_lse = with_lse(*qkv, terms)
-    else:
-        last = torch.arange(before + first, keys, device=v.device) - distance
-        part = terms.part(rows, columns)
-        far_out, far_lse = far_keys(*qkv, part, (places[0][rows], places[1][columns]), last)
-    both = merge(out[:, :, rows], lse[:, :, rows], far_out, far_lse)
-    if out.requires_grad:
-        out = torch.cat([out[:, :, :first], both[0]], dim=2)
-        lse = torch.cat([lse[:, :, :first], both[1]], dim=2)
-    else:  # no second copy
-        out[:, :, rows], lse[:, :, rows] = both
-    return with_sink(out, lse, terms.sink).to(v.dtype)
+    distance = distance.clamp(min=0)
+    plain = terms.weight is None and terms.content is None
+    if not plain or q.device.type != "cpu" or torch.is_grad_enabled():
+        scores = all_scores(q, k, terms, query=last, distance=distance)
+        out, lse = attended(scores, v, True)
+        assert lse is not None
+        return out, lse
+    key = torch.arange(k.shape[2])
+    added = q.new_zeros(1, *distance.shape) if terms.bias is None else terms.bias[:, distance]
+    masked = mask(last, key, terms.window, None, None)
+    return cpu_kernel(q, k, v, added.to(q.dtype).masked_fill(masked, -math.inf)[None])

@@ -5,6 +5,7 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -13,10 +14,10 @@ import torch
 from megatron import strict_json
 from megatron.cli_errors import CommandParser
 from megatron.errors import UserError
-from megatron.evaluation.methods import FACTORS, METHODS, fault_of_name, shown
+from megatron.evaluation.methods import FACTORS, METHODS
 from megatron.files import expanded, read_small
 from megatron.positions import fingerprint
-from megatron.protocols import MOST, OPTIONS, PROTOCOLS, TOKENS, Protocol, protocol_of
+from megatron.protocols import MOST, MOST_TOKENS, OPTIONS, PROTOCOLS, Protocol, protocol_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LONGEST_FACTORS = 10**6  # bytes of a file of factors
@@ -69,8 +70,8 @@ class Options:
         """
         names = dict.fromkeys(self.protocol or [usual])
         for name in self.protocol_options:
-            readers = OPTIONS[name].defaults
-            if not readers.keys() & names.keys():
+            readers = OPTIONS[name].readers
+            if not {*readers} & {*names}:
                 option = "--" + name.replace("_", "-")
                 raise UserError(
                     f"{option}: is read by --protocol {' or '.join(readers)} alone, and measured"
@@ -93,7 +94,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     step = "which checkpoint of the run; default: the latest"
     add("--step", type=number(0, MOST), metavar="N", help=step)
     lengths = "context lengths; default: eval_lengths"
-    kind = number(*TOKENS)
+    kind = number(1, MOST_TOKENS)
     add("--lengths", type=kind, nargs="+", default=(), metavar="L", help=lengths)
     add("-o", "--output", type=Path, metavar="FILE", help="file for the rows, JSON lines")
     add_attention(parser, nargs="+", action="extend", default=[])
@@ -105,8 +106,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--protocol", nargs="+", default=(), choices=tuple(PROTOCOLS), help=protocol)
     for name, option in OPTIONS.items():
-        assert option.bounds is not None
-        kind = number(*option.bounds)
+        kind = number(option.least, option.most)
         add(f"--{name}", type=kind, metavar="N", help=option.help)
     keep = "losses of the first N targets in each row: which gain by context; default: none"
     add("--keep-losses", type=number(0, MOST_KEPT), default=0, metavar="N", help=keep)
@@ -118,17 +118,15 @@ def add_attention(parser: argparse.ArgumentParser, **how: Any) -> None:
     sinks = "first tokens that stay visible beside --window (StreamingLLM): N or none"
     clip = "tables by distance keep their value from D on: D or none"
     method = f"for longer texts: none or {', '.join(METHODS)} (docs/longer_texts.md)"
-    tokens = number(*TOKENS, or_one_of=("none",))
-    options = (
-        ("--window", number(*TOKENS, or_one_of=("none", "train_length")), "W", window),
-        ("--logn-scale", switch, "on|off", "the key logn_scale"),
-        ("--paper-precision", switch, "on|off", "the key paper_precision"),
-        ("--sinks", tokens, "N", sinks),
-        ("--clip-distance", tokens, "D", clip),
-        ("--method", method_or_none, "M", method),
-    )
-    for name, kind, metavar, words in options:
-        parser.add_argument(name, type=kind, metavar=metavar, help=words, **how)
+    tokens = number(1, MOST_TOKENS, or_one_of=("none",))
+    add = partial(parser.add_argument, **how)
+    window_or_word = number(1, MOST_TOKENS, or_one_of=("none", "train_length"))
+    add("--window", type=window_or_word, metavar="W", help=window)
+    add("--logn-scale", type=switch, metavar="on|off", help="the key logn_scale")
+    add("--paper-precision", type=switch, metavar="on|off", help="the key paper_precision")
+    add("--sinks", type=tokens, metavar="N", help=sinks)
+    add("--clip-distance", type=tokens, metavar="D", help=clip)
+    add("--method", type=method_or_none, metavar="M", help=method)
 
 
 class _Words(CommandParser):
@@ -169,7 +167,7 @@ def number(least: int, most: int, or_one_of: Sequence[str] = ()) -> Callable[[st
                 return value
         words = "".join(f", or {word}" for word in or_one_of)
         raise argparse.ArgumentTypeError(
-            f"{shown(text)[:40]} is not a whole number from {least} to {most:,}{words}"
+            f"{text:.40} is not a whole number from {least} to {most:,}{words}"
         )
 
     return parsed
@@ -178,20 +176,15 @@ def number(least: int, most: int, or_one_of: Sequence[str] = ()) -> Callable[[st
 def switch(text: str) -> bool:
     """On or off."""
     if text not in ("on", "off"):
-        raise argparse.ArgumentTypeError(f"{shown(text)[:40]}: give on or off")
+        raise argparse.ArgumentTypeError(f"{text:.40}: give on or off")
     return text == "on"
 
 
 def method_or_none(text: str) -> str | None:
     """A method for longer texts, or none. A file of factors is read, and its contents named."""
-    if text == "none":
-        return None
-    fault = fault_of_name(text)
-    if fault is not None:
-        raise argparse.ArgumentTypeError(fault.removeprefix("--method "))
-    if "factors" not in METHODS[text.partition(",")[0]].options:
-        return text
     options, _, file = text.partition(",factors=")
+    if not file:
+        return None if text == "none" else text
     try:
         content = strict_json.parse(read_small(Path(expanded(file)), LONGEST_FACTORS))
         for key in ("rope_scaling", "rope_parameters"):  # where a config.json has them
@@ -199,7 +192,7 @@ def method_or_none(text: str) -> str | None:
         factors = {key: content[key] for key in ("long_factor", "short_factor")}
     except (OSError, ValueError, AttributeError, LookupError, TypeError):
         raise argparse.ArgumentTypeError(
-            f"{shown(text)}: give longrope,factor=N,factors=FILE; FILE is JSON with the lists"
+            f"{text:.80}: give longrope,factor=N,factors=FILE; FILE is JSON with the lists"
             " long_factor and short_factor, one number for each feature pair, such as config.json"
             " of a model with them"
         ) from None

@@ -201,7 +201,7 @@ def keys_of(config: Config, model: GPT) -> dict[str, Any]:
         "num_hidden_layers": architecture.num_layers,
         "num_attention_heads": architecture.num_attention_heads,
         "max_position_embeddings": config.model.max_position_embeddings,
-        "architecture": asdict(architecture),
+        "architecture": plain(vars(architecture)),
         "attention_settings": {
             name: plain(value) for name, value in attention.items() if name not in NOT_KEPT
         },
@@ -329,12 +329,9 @@ def card(
 
     name: of the folder; record: checkpoint.json; notes: sentences for the reader
     """
-    contexts = []
-    ends = [stage.until for stage in config.training.seq_length_schedule]
-    for first in (1, *(end + 1 for end in ends if end and end < record["step"])):
-        stage = config.training.stage_of(first)
-        length = (stage and stage.seq_length) or config.model.seq_length
-        contexts.append(f"{length} tokens from step {first}" if ends else f"{length} tokens")
+    stages = config.training.seq_length_schedule
+    lengths = [stage.seq_length or config.model.seq_length for stage in stages]
+    lengths.append(config.model.seq_length)
     environment = jinja2.Environment(keep_trailing_newline=True)
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         architecture=form.architecture,
@@ -342,7 +339,7 @@ def card(
         own_class=bool(form.sources),
         label=config.label,
         is_imported=imported_class(record) is not None,
-        context=", ".join(contexts),
+        context=f"{' to '.join(dict.fromkeys(map(str, lengths)))} tokens",
         config=config,
         record=record,
         notes=notes,

@@ -10,11 +10,14 @@ from pathlib import Path
 from megatron.config import Config
 from megatron.errors import UserError
 from megatron.files import ROOT
+from megatron.layer_kinds import Layer
 from megatron.model import GPT
 from megatron.positions import Position, fingerprint
 
 MODELING = "megatron.interop.modeling_positions_gpt"
-COPIED = re.compile(r"megatron\.(positions|attention|model|errors|interop\.modeling_\w+)(\.|$)")
+COPIED = re.compile(
+    r"megatron\.(positions|attention|model|hybrids|layer_kinds|errors|interop\.modeling_\w+)(\.|$)"
+)
 """Packages and modules that an export may copy."""
 USER_MODULE = "pos_emb_file_"  # the beginning of the names of users' modules
 USER_SOURCE = "user_encoding.py"
@@ -30,8 +33,12 @@ def sources(model: GPT, config: Config) -> dict[str, str]:
 
     Raises UserError if a user's file imports what cannot be copied.
     """
-    encodings = {type(part).__module__ for part in model.modules() if isinstance(part, Position)}
+    kinds = (Position, Layer)
+    encodings = {type(part).__module__ for part in model.modules() if isinstance(part, kinds)}
     ours = {name for name in encodings if not name.startswith(USER_MODULE)}
+    for name in ours:
+        if not name.startswith("megatron."):
+            raise UserError(f"{name}: is an installed package, which an exported file cannot take")
     registering = {file_of(name) for name in ours}
     files = {}
     waiting = [MODELING, *ours]
@@ -46,7 +53,7 @@ def sources(model: GPT, config: Config) -> dict[str, str]:
             files[file_of(name)], imported = relative(path_of(name).read_text("utf-8"), name)
             waiting += imported
 
-    lines = ["", "# The encodings of this model register themselves."]
+    lines = ["", "# The encodings and layers of this model register themselves."]
     for file in sorted(registering):
         name = file.removesuffix(".py")
         lines.append(f"from .{name} import __doc__ as _{name}  # noqa: E402, F401")

@@ -1,17 +1,14 @@
 """Models of Hugging Face's classes and ours, in both directions, by the table families.yml.
 
-`Family.settings_of` and `read_weights` open a model of theirs, `config_of` and `write_weights`
+`Family.settings_of` and `each_weight` open a model of theirs, `config_of` and `write_weights`
 describe one of ours as theirs. transformers itself fills in what a config.json leaves out.
 """
 
-import inspect
 import json
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from importlib import import_module
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +18,14 @@ import yaml
 from torch import Tensor
 
 from megatron.config import Config, load
-from megatron.config.schema import plain
+from megatron.config.schema import KEYS, plain
 from megatron.errors import UserError
+from megatron.files import ROOT
+from megatron.layer_kinds import ATTENTION, layer_called, options_of_layers
 from megatron.model import Architecture, AttentionSettings, options_of_entry
-from megatron.positions import in_earlier_spelling
-from megatron.positions.layers import ATTENTION, WITH_ENCODING, entries_of
+from megatron.positions.layers import entries_of
 from megatron.positions.registry import named
+from megatron.positions.rotary import spelled_out
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 DENSE = "dense"  # a kind of MLP
@@ -42,15 +41,15 @@ Its attn_implementation has this name, too, which transformers alone refuses.
 IN_TRUNK = "encodings."  # its parameters in such a model
 TRAINING_ALONE = (
     "seq_length",
+    "max_position_embeddings",
+    "make_vocab_size_divisible_by",
+    "layer_args",
     "hidden_dropout",
     "init_method",
     "init_method_std",
     "output_layer_init_method",
 )
 """Keys of section `model` that do not change what a trained model computes."""
-PROSE = re.compile(r'""".*?"""|#[^\n]*', re.DOTALL)  # of a source
-OF_ROTARY = re.compile(r"^(pos_emb_layers: )?pos_emb_args: rotary: ")
-KEY_IN_FAULT = re.compile(r"(^|(?<=rope_parameters\.))\w+(?=:)|\b\w+_\w+\b")
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Family:
     layered: Sequence[str] = ()
     unused: Sequence[str] = ()
     kinds: Mapping[str, str] = field(default_factory=dict)
-    delta_modules: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    state_modules: Mapping[str, Sequence[str]] = field(default_factory=dict)
     whole: str = ""
     inside: str = ""
     beside: Sequence[str] = ()
@@ -134,20 +133,13 @@ class Family:
         return keys | {self.section: inner} if inner else keys
 
     def reads(self, key: str, value: Any) -> bool:
-        """Whether transformers' class, or what all classes share, may read a key of config.json."""
+        """Whether transformers' class may read a key of config.json."""
         import transformers  # only here: importing it takes seconds
 
         if key == "layer_types" and isinstance(value, list) and {*map(str, value)} == {FULL}:
             return "sliding_window" in self.layered  # else as without the key
-        config_class = transformers.CONFIG_MAPPING[self.model_type]
-        if hasattr(config_class(), key):
-            return True
-        modules = [getattr(transformers, self.architecture).__module__, config_class.__module__]
-        modules += [f"transformers.{name}" for name in TABLE["modules_of_every_class"]]
-        name = re.escape(key.rpartition(".")[2])
-        use = re.compile(rf"config\.{name}\b|[\"']{name}[\"']")
-        sources = [PROSE.sub("", inspect.getsource(import_module(name))) for name in modules]
-        return any(use.search(source) for source in sources)
+        is_known = hasattr(transformers.CONFIG_MAPPING[self.model_type](), key)
+        return is_known or key in TABLE["keys_of_every_class"]
 
     def settings_of(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Our keys and values for a config.json; UserError for what we do not compute."""
@@ -206,8 +198,8 @@ class Family:
         names = [self.kinds.get(kind, ATTENTION) for kind in kinds]
         if {*names} != {ATTENTION}:
             settings |= one_or_pattern("layers", "layers", names)
-        if LINEAR not in kinds:
-            settings = {key: settings[key] for key in settings if not key.startswith("linear_")}
+        read = {*KEYS, *options_of_layers(names)}
+        settings = {key: value for key, value in settings.items() if key in read}
         windows = [window if kind == SLIDING else None for kind in kinds]
         settings |= one_or_pattern("window", "window_layers", windows)
 
@@ -235,9 +227,10 @@ class Family:
             kind = kinds[layer % len(kinds)]
             turns = turning[layer % len(turning)] and kind != self.still
             if kind != LINEAR:
-                layers.append({"rotary": options_by_kind[kind]} if turns else "none")
+                layers.append(rotary_entry(options_by_kind[kind]) if turns else "none")
         if "none" not in layers and all(layer == layers[0] for layer in layers):
-            return settings | {"pos_emb": "rotary", "pos_emb_args": options_by_kind[kinds[0]]}
+            [(name, options)] = rotary_entry(options_by_kind[kinds[0]]).items()
+            return settings | {"pos_emb": name, "pos_emb_args": options}
         return settings | one_or_pattern("pos_emb", "pos_emb_layers", layers)
 
     def configuration(self, config: Mapping[str, Any]) -> Config:
@@ -248,19 +241,10 @@ class Family:
             settings |= {"pos_emb": name, "pos_emb_args": options}
         words = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
         try:
-            return load([], [*words, f"make_vocab_size_divisible_by={config['vocab_size']}"])
+            return load([], [*words, f"make_vocab_size_divisible_by={config.get('vocab_size')}"])
         except UserError as fault:
             _, *faults = str(fault).split("\n  ")
-        # These are the user's keys: a message about ours would name no place in the file.
-        theirs = TABLE["keys_by_ours"] | {ours: key for key, (ours, *_) in self.keys.items()}
-        place = "rope_parameters."
-        if self.dimensions:
-            place, theirs["rotary_pct"] = "", self.dimensions
-        renamed = []
-        for line in faults:
-            text = OF_ROTARY.sub(place, line)
-            renamed.append(KEY_IN_FAULT.sub(lambda key: theirs.get(key[0], key[0]), text))
-        raise UserError("; ".join(renamed))
+            raise UserError("; ".join(faults)) from None
 
     def config_of(self, config: Config, vocab: int) -> dict[str, Any]:
         """config.json for a model of ours; UserError, with all reasons, if it is another kind.
@@ -276,7 +260,7 @@ class Family:
             **self.written,
         }
         for key, (name, *_) in self.keys.items():
-            value = config.model.seq_length if name == "seq_length" else ours[name]
+            value = config.model.seq_length if name == "seq_length" else ours.get(name)
             if key in self.values:
                 # Of several spellings the first is written.
                 pairs = reversed(list(self.values[key].items()))
@@ -325,10 +309,7 @@ class Family:
             back = function_of(self.configuration(theirs))
         except UserError as fault:
             raise UserError(f"{self.architecture} is another model: {fault}") from None
-        compared = ours
-        if {*ours["layers"]} <= WITH_ENCODING:  # no layer reads the sizes of states
-            compared = {key: ours[key] for key in ours if not key.startswith("linear_")}
-        reasons = [f"{key}: {value}" for key, value in compared.items() if back[key] != value]
+        reasons = [f"{key}: {value}" for key, value in ours.items() if back.get(key) != value]
         for key, value in self.computed.items():
             if theirs.get(key, value) != value:
                 reasons.append(f"{key}: {theirs[key]}, where transformers computes {value}")
@@ -341,7 +322,9 @@ class Family:
         outside = {ours: self.modules[ours] for ours in self.modules if ".attention." not in ours}
         for layer, kind in enumerate(model.kinds):
             number = f".{layer}."
-            modules = self.modules if kind in WITH_ENCODING else {**outside, **self.delta_modules}
+            modules = {**outside, **self.state_modules}
+            if layer_called(kind).has_encoding:
+                modules = self.modules
             for ours, (form, *names) in modules.items():
                 if layer == 0 or ".N." in ours:
                     theirs = [self.trunk + name.replace(".N.", number) for name in names]
@@ -377,6 +360,11 @@ def rotary_options(theirs: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
+def rotary_entry(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The encoding of such options by its name."""
+    return {"p_rope" if "fraction" in options else "rotary": options}
+
+
 def rope_of(options: Mapping[str, Any]) -> dict[str, Any]:
     """rope_parameters from all options of `rotary`; those of another encoding give the default."""
     kind = options.get("scaling", "none")
@@ -388,7 +376,7 @@ def rope_of(options: Mapping[str, Any]) -> dict[str, Any]:
         SHARE: options.get("rotary_pct", 1.0),
     }
     for key, option in SCALINGS.get(kind, {}).items():
-        if options[option] is not None:
+        if options.get(option) is not None:
             rope[key] = options[option]
     return rope
 
@@ -406,31 +394,27 @@ def function_of(config: Config) -> dict[str, Any]:
     model = Architecture.of(config.model)
     encodings = []
     for entry in entries_of(config.position):
-        name, spelled = in_earlier_spelling(entry.name, options_of_entry(config, entry))
+        name, spelled = spelled_out(entry.name, options_of_entry(config, entry))
         options = plain(spelled)
-        if options.get("scaling", "none") != "none":
+        if "original_length" in options:
             options["original_length"] = options["original_length"] or model.seq_length
         encodings.append({name: options})
     attention = AttentionSettings.of(config.attention)
-    key_heads, heads, key_dim, value_dim = model.delta_sizes
-    rank, encoded, unencoded, values = model.latent_sizes
-    features = model.features_of_head if ATTENTION in model.kinds else unencoded + encoded
+    sizes: dict[str, Any] = {}
+    for kind in {*model.kinds}:
+        sizes |= layer_called(kind).sizes(model)
+    features = sizes.get("head_dim") or model.features_of_head
     keys = {
-        **asdict(model),
+        **vars(model),
+        **sizes,
         "layers": model.kinds,
-        "linear_num_key_heads": key_heads,
-        "linear_num_value_heads": heads,
-        "linear_key_head_dim": key_dim,
-        "linear_value_head_dim": value_dim,
-        "kv_lora_rank": rank,
-        "qk_rope_head_dim": encoded,
-        "qk_nope_head_dim": unencoded,
-        "v_head_dim": values,
         "num_key_value_heads": model.key_heads,
         "head_dim": features,
         "intermediate_size": model.mlp_width,
         "use_bias_in_attn_output": model.bias_in_attn_output,
-        "use_bias_in_norms": model.norm_has_bias,
+        "use_bias_in_norms": model.norm == "layernorm"
+        and model.use_bias_in_norms
+        and model.use_weight_in_norms,
         "query_pre_attn_scalar": model.query_pre_attn_scalar or features,
         "pos_emb": [encodings[layer % len(encodings)] for layer in range(model.num_layers)],
         "window": attention.windows(model.num_layers, model.seq_length),
@@ -471,8 +455,9 @@ def fused(parts: Sequence[Tensor], model: Architecture) -> Tensor:
 def parted(tensor: Tensor, model: Architecture) -> list[Tensor]:
     """Queries with their gates, keys and values of ours, one after the other."""
     by_key_head = tensor.unflatten(0, (model.key_heads, -1))
-    queries, gates, keys, values = by_key_head.split(model.widths_of_key_head, dim=1)
-    group = model.num_attention_heads // model.key_heads
+    group, features = model.query_heads // model.key_heads, model.features_of_head
+    parts = [group * features, -2 * features, -features]
+    queries, gates, keys, values = by_key_head.tensor_split(parts, dim=1)
     by_head = [part.unflatten(1, (group, part.shape[1] // group)) for part in (queries, gates)]
     queries = torch.cat(by_head, dim=2).flatten(1, 2)
     return [part.flatten(0, 1) for part in (queries, keys, values)]
@@ -513,17 +498,10 @@ FORMS = {
 }
 
 
-def read_weights(
-    family: Family, theirs: Mapping[str, Tensor], model: Architecture
-) -> dict[str, Tensor]:
-    """The weights of our model, by our names, from those of theirs."""
-    return dict(each_weight(family, theirs, model))
-
-
 def each_weight(
     family: Family, theirs: Mapping[str, Tensor], model: Architecture
 ) -> Iterator[tuple[str, Tensor]]:
-    """The same, one after another."""
+    """The weights of our model, by our names, from those of theirs, one after another."""
     for ours, modules, form in family.places(model):
         for ending in ENDINGS:
             names = [module + ending for module in modules]
@@ -546,8 +524,15 @@ def write_weights(
     return weights
 
 
-TABLE = yaml.safe_load(Path(__file__).with_name("families.yml").read_text(encoding="utf-8"))
+TEXTS = [
+    folder.joinpath("families.yml").read_text(encoding="utf-8")
+    for folder in (Path(__file__).parent, ROOT / "megatron/hybrids")
+]
+TABLE = yaml.safe_load("\n".join(TEXTS))
 SCALINGS: dict[str, dict[str, str]] = TABLE["scalings"]
 IGNORED_HF_KEYS = frozenset(TABLE["ignored_hf_keys"])
-FAMILIES = {name: Family(name, **table) for name, table in TABLE["families"].items()}
+FAMILIES = {
+    name: Family(name, **table)
+    for name, table in (TABLE["families"] | TABLE["families_of_hybrids"]).items()
+}
 """Every family by the name of Hugging Face's class."""

@@ -2,10 +2,9 @@
 
 import logging
 import re
-from collections.abc import Mapping
 from copy import deepcopy
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from megatron import strict_json
-from megatron.checkpoints.read import check_memory, fill, opened
+from megatron.checkpoints.read import fill
 from megatron.config import Config
 from megatron.errors import UserError, in_words
 from megatron.files import read_small
@@ -37,14 +36,10 @@ WHOLE = "model.safetensors"
 LONGEST = 10_000_000  # bytes of config.json
 QUANTIZED = "quantization_config"
 OF_WHOLE = {"tie_word_embeddings", QUANTIZED, "auto_map"}  # keys beside text_config that count
-MOST = {"vocab_size": LONGEST}
-MOST |= dict.fromkeys(["num_hidden_layers", "n_layer", "n_layers"], 1000)
-MOST |= dict.fromkeys(["num_attention_heads", "n_head", "n_heads"], 4096)
 TOLERANCE = 1e-5  # of logits up to 1; larger ones may differ by this part of the largest one
 # Of ours in float32. In float64 programs differ by as much: rotary's frequencies, and norms that
 # files hold minus 1, stay rounded to float32.
 ROUNDINGS = 4
-BYTES = 8  # of a weight while it is read: theirs and ours in float32
 
 
 def open_folder(folder: Path) -> tuple[GPT, Config, Any]:
@@ -55,7 +50,6 @@ def open_folder(folder: Path) -> tuple[GPT, Config, Any]:
     """
     family, config, theirs = read_settings(folder)
     vocab = theirs["vocab_size"]
-    check_memory(folder, config, vocab, BYTES)
     loaded, program = load_class(folder, family, theirs)
     weights = loaded.state_dict()
     prefix = family.trunk + IN_TRUNK
@@ -78,7 +72,7 @@ def open_folder(folder: Path) -> tuple[GPT, Config, Any]:
     unread = sorted(weights.keys() - write_weights(family, shapes, architecture).keys())
     if unread:
         raise UserError(f"{folder}: {program} has {', '.join(unread[:8])}, which are not read here")
-    read = each_weight(family, StoredWeights(folder, weights), architecture)
+    read = each_weight(family, weights, architecture)
     fill(model, chain(read, encodings.items()))
     return model.eval(), config, loaded
 
@@ -90,27 +84,6 @@ def weight_files(folder: Path) -> list[Path]:
         shards = read_json(index).get("weight_map")
         names = {str(name) for name in shards.values()} if isinstance(shards, dict) else []
     return [folder / name for name in sorted(names) if (folder / name).is_file()]
-
-
-class StoredWeights(dict[str, Tensor]):
-    """Weights of transformers' class by name, each read from the folder when it is asked for.
-
-    That class maps its files. Pages of a mapped file that were read stay in memory with it.
-    weights: its own, for names that the files lack
-    """
-
-    def __init__(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        super().__init__(weights)
-        self.files: dict[str, Path] = {}
-        for file in weight_files(folder):
-            with opened(file) as weights_of_file:
-                self.files |= dict.fromkeys(weights_of_file.keys(), file)
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self.files:
-            return super().__getitem__(name)
-        with opened(self.files[name]) as weights_of_file:
-            return weights_of_file.get_tensor(name).float()
 
 
 def load_class(folder: Path, family: Family, settings: dict[str, Any]) -> tuple[Any, str]:
@@ -158,11 +131,9 @@ def load_class(folder: Path, family: Family, settings: dict[str, Any]) -> tuple[
         faults.append(f"{name} {list(shape)}, not {list(expected)}")
     if faults:
         cure = "copy the folder again"
-        for name in report["unexpected_keys"]:
-            for key in report["missing_keys"]:
-                if name.endswith(f".{key}"):  # of a model that DDP or torch.compile wrapped
-                    prefix = name.removesuffix(key)
-                    cure = f"save them by names without the prefix {prefix}"
+        for name, key in product(report["unexpected_keys"], report["missing_keys"]):
+            if name.endswith(f".{key}"):  # of a model that DDP or torch.compile wrapped
+                cure = f"save them by names without the prefix {name.removesuffix(key)}"
         raise UserError(
             f"{folder}: the weights are not those of its config.json"
             f" ({'; '.join(sorted(faults)[:8])}) - {cure}"
@@ -203,14 +174,14 @@ def compare_logits(
         logits = model.logits(model.features(ids)[:, -last:])
         return theirs(ids, logits_to_keep=last).logits, logits
 
-    others, logits = both(theirs, model)
-    difference, largest = float((others - logits).abs().max()), float(logits.abs().max())
+    their_logits, logits = both(theirs, model)
+    difference, largest = float((their_logits - logits).abs().max()), float(logits.abs().max())
     # `not <=`: nan is no agreement
     if not difference <= TOLERANCE * max(1.0, largest):
         # Steep weights, states and long texts multiply rounding, and each program's is its own.
         with InFloat64():
-            others, exact = both(deepcopy(theirs).double(), deepcopy(model).double())
-        if not (others - exact).abs().max() <= ROUNDINGS * (logits - exact).abs().max():
+            their_logits, exact = both(deepcopy(theirs).double(), deepcopy(model).double())
+        if not (their_logits - exact).abs().max() <= ROUNDINGS * (logits - exact).abs().max():
             raise UserError(
                 f"logits of {program} differ from ours by {difference:.3g} at {ids.shape[1]}"
                 f" tokens, where the largest is {largest:.3g} - nothing was written; please report"
@@ -248,35 +219,21 @@ def read_settings(folder: Path) -> tuple[Family, Config, dict[str, Any]]:
     """The family of the model in a folder, its configuration, and the keys of its config.json."""
     place = folder / SETTINGS
     family, theirs = family_of(folder)
-    unset = (None, False, {}, [])
-    unknown = sorted(
-        key
-        for key in theirs.keys() - family.known_keys - IGNORED_HF_KEYS
-        if theirs[key] not in unset
-    )
-    if QUANTIZED in unknown:
-        raise UserError(
-            f"{place}: {QUANTIZED}: quantised weights are not read - take the model's folder in"
-            " bfloat16 or float32, or save it anew after transformers' model.dequantize()"
-        )
+    unknown = [key for key in theirs.keys() - family.known_keys - IGNORED_HF_KEYS if theirs[key]]
     read = [key for key in unknown if "auto_map" in theirs or family.reads(key, theirs[key])]
     if read:
         raise UserError(
-            f"{place}: {', '.join(read[:8])}: not known for {family.architecture}, and may change"
-            " what it computes - open a model without it"
+            f"{place}: {', '.join(sorted(read)[:8])}: not known for {family.architecture}, and may"
+            " change what it computes - open a model without it (quantised weights: save them anew"
+            " after transformers' model.dequantize())"
         )
     if unknown:
         logger.warning(
             "%s: %s left out: transformers' %s does not read it",
             place,
-            ", ".join(unknown[:8]),
+            ", ".join(sorted(unknown)[:8]),
             family.architecture,
         )
-    theirs.setdefault("vocab_size", None)
-    for key in MOST.keys() & theirs.keys():
-        number = theirs[key]
-        if type(number) is not int or not 1 <= number <= MOST[key]:
-            raise UserError(f"{place}: {key}: {number!r} is not a number of 1 to {MOST[key]}")
     try:
         config = family.configuration(theirs)
     except UserError as fault:

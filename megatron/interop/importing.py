@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.checkpoints.manifest import TOKENIZER, entry_of, read_record
-from megatron.checkpoints.saved import steps_in, without_record
+from megatron.checkpoints.saved import steps_in
 from megatron.checkpoints.write import write_checkpoint
 from megatron.config import Config
 from megatron.config.config import COPY
@@ -37,7 +37,6 @@ from megatron.positions import fingerprint
 
 logger = logging.getLogger(__name__)
 
-FORM = "3"  # of imports: earlier ones kept no chat template
 ON_THE_FLY = Path("runs/imported")
 BY_ENDING = {".model": "SPMTokenizer", ".tiktoken": "TiktokenTokenizer"}
 PAIR = ("vocab.json", "merges.txt")  # GPT-2's tokenizer
@@ -98,16 +97,8 @@ def import_checkpoint(
     model, config, folder = opened.model, opened.config, opened.folder
     if opened.kind == "ours":
         raise UserError(f"{folder}: is a checkpoint of this program already - copy its folder")
-    for name, weight in model.state_dict().items():
-        if not weight.isfinite().all():
-            raise UserError(
-                f"{folder}: {name} has values that are not finite - copy it again, or take another"
-                " checkpoint"
-            )
     files, described, notes = tokenizer_of(opened, folder, tokenizer)
     contents = {file.name: file.read_bytes() for file in paths_of(files)}
-    if not has_sums(folder):
-        notes.append(f"{folder} lists no checksums, so its files were not checked for damage")
     architecture = None
     compared: dict[str, Any] = {"reason": "no class of transformers has these weights"}
     if opened.theirs is not None:
@@ -140,14 +131,12 @@ def import_checkpoint(
     facts = {**opened.record, "vocab": model.vocab, "tokenizer": described, "origin": origin}
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     with owned_folder(run, "-o"):
-        if steps_in(run) or without_record(run):
+        if steps_in(run):
             raise UserError(f"-o: {run} holds a checkpoint already - name another folder")
         try:
             for name, content in contents.items():
                 copy = run / TOKENIZER / name
                 copy.parent.mkdir(exist_ok=True)  # an import that was killed leaves it
-                if copy.exists() and copy.read_bytes() != content:
-                    raise UserError(f"-o: {copy} exists and is not replaced - name another folder")
                 copy.write_bytes(content)
             path = write_checkpoint(run, opened.step, weights, config, facts)
         except OSError as fault:
@@ -171,7 +160,7 @@ def import_if_foreign(source: str | Path) -> Path:
     if kind not in ("huggingface", "exported") or (folder / COPY).exists():
         return path
     sums = sums_of(kind, folder)
-    digest = fingerprint(FORM + json.dumps(sums, sort_keys=True))[:12]
+    digest = fingerprint(json.dumps(sums, sort_keys=True))[:12]
     # Of a model of the hub, the folder is called by its revision.
     name = path.resolve().name if path.is_dir() else path.name
     run = ON_THE_FLY / f"{name}-{digest}"
@@ -201,7 +190,7 @@ def sums_of(kind: str, folder: Path) -> dict[str, str]:
         files = [folder / huggingface.SETTINGS, *huggingface.weight_files(folder)]
         files += paths_of(files_in(folder))
         files += [folder / name for name in BESIDE_TOKENIZER if (folder / name).is_file()]
-    written = read_record(folder).get("files", {}) if has_sums(folder) else {}
+    written = read_record(folder)["files"] if has_sums(folder) else {}
     return {file.name: (written.get(file.name) or entry_of(file))["sha256"] for file in files}
 
 
@@ -251,11 +240,6 @@ def tokenizer_of(
             facts = facts_of_texts(source_place, files, tokenizer)
         except UserError as fault:
             notes.append(str(fault))
-        if kept := facts.keys() - {"bos", "bos_token"}:
-            notes.append(
-                f"an export has {', '.join(sorted(kept))} of {folder} again; here texts end with"
-                f" {tokenizer.end_of_document} alone"
-            )
     if "bos_token" in facts:
         notes.append(
             f"texts begin with {facts['bos_token']} (bos_token), as the tokenizer of {folder} has"

@@ -141,7 +141,7 @@ class CachedLayer(LayerCache, DynamicLayer):
     reorder_cache = LayerCache.select  # pyright: ignore
 
     def get_seq_length(self) -> int:
-        return self.keys.length
+        return 0 if self.keys is None else self.keys.shape[2]
 
     def crop(self, *_: Any) -> None:
         raise UserError(

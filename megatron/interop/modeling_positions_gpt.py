@@ -16,7 +16,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from megatron.model.cache import Cache
 from megatron.model.gpt import GPT
 from megatron.model.settings import Architecture, AttentionSettings
-from megatron.positions.layers import build_linear, shape_of
+from megatron.positions.base import Position
+from megatron.positions.layers import shape_of
+from megatron.positions.precision import in_float32_on_cpu
 from megatron.positions.registry import build
 
 NOT_OFFERED = ("position_ids", "inputs_embeds", "output_attentions", "output_hidden_states")
@@ -49,26 +51,14 @@ class PositionsGPTConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
 
-def build_position(config: PositionsGPTConfig, index: int) -> Any:
-    """One of the encodings, with first values, in float32 on the CPU.
-
-    index: the one behind all is that of layers with a state, or None
-
-    transformers builds models without memory and in the model's dtype. An encoding computes its
-    fixed numbers when it is built, and needs both.
-    """
-    model = Architecture(**(config.architecture or {}))
-    encodings = config.encodings or []
-    dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.device("cpu"):
-            if index < len(encodings):
-                [(name, options)] = encodings[index].items()
-                return build(name, shape_of(model), **options)
-            return build_linear(model)
-    finally:
-        torch.set_default_dtype(dtype)
+def build_positions(config: PositionsGPTConfig, model: Architecture) -> list[Position]:
+    """The encodings, with first values. transformers builds models without memory."""
+    positions = []
+    with in_float32_on_cpu():
+        for encoding in config.encodings or []:
+            [(name, options)] = encoding.items()
+            positions.append(build(name, shape_of(model), **options))
+    return positions
 
 
 class TextCache(TheirCache):
@@ -139,13 +129,12 @@ class PositionsGPTForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: PositionsGPTConfig, gpt: GPT | None = None) -> None:
         super().__init__(config)
-        count = len(config.encodings or [])
+        model = Architecture(**(config.architecture or {}))
         self.gpt = gpt or GPT(
-            Architecture(**(config.architecture or {})),
+            model,
             AttentionSettings(**(config.attention_settings or {})),
-            positions=[build_position(config, index) for index in range(count)],
+            positions=build_positions(config, model),
             position_of_layer=config.encoding_of_layer,
-            linear_position=build_position(config, count),
             vocab=config.vocab_size,
         )
         self.gpt.positions = Encodings(self.gpt.positions)
@@ -238,11 +227,15 @@ class PositionsGPTForCausalLM(PreTrainedModel, GenerationMixin):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """First values; after loading, the fixed numbers of encodings, which no file holds."""
-        for index, position in enumerate(self.gpt.all_positions):
+        for position in self.gpt.modules():
+            if not isinstance(position, Position):
+                continue
             for path, part in position.named_modules():
                 if part is not module:
                     continue
-                fresh = build_position(self.config, index).get_submodule(path)
+                with in_float32_on_cpu():
+                    again = type(position)(position.shape, **position.options)
+                fresh = again.get_submodule(path)
                 for name, value in fresh.named_parameters(recurse=False):
                     initialization.copy_(module.get_parameter(name), value)
                 for name, value in fresh.named_buffers(recurse=False):

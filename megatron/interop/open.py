@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from megatron.checkpoints.manifest import RECORD, SETTINGS, SHOWN, faults_of
 from megatron.checkpoints.read import load_for_evaluation, load_model, read_meta, tensors_of
-from megatron.checkpoints.saved import step_of, steps_in
+from megatron.checkpoints.saved import step_of
 from megatron.config import Config
 from megatron.errors import UserError, in_words, missing_package
 from megatron.interop import huggingface, reference
@@ -107,7 +107,7 @@ def kind_of(folder: Path) -> str | None:
     """
     if has_sums(folder):
         return "exported" if (folder / SETTINGS).is_file() else "huggingface"
-    if steps_in(folder) or (folder / RECORD).exists():
+    if (folder / RECORD).exists() or any(folder.glob(f"global_step*/{RECORD}")):
         return "ours"
     if reference.holds_files(folder):
         return "gpt-neox"
@@ -154,11 +154,8 @@ def local_folder(source: str | Path) -> Path:
         )
     except (ImportError, OSError, ValueError, RuntimeError) as fault:
         reason = missing_package(fault) or in_words(fault)
-        patterns = " ".join(f"--include '{pattern}'" for pattern in HUB_FILES)
-        if revision:
-            patterns += f" --revision {revision}"
         raise UserError(
             f"{folder}: is not a folder here, and cannot be downloaded ({reason}) - check"
-            f" the name, your rights and the network; or run `hf download {name} {patterns}"
-            f" --local-dir {folder.name}` elsewhere, copy that folder here and give its path"
+            f" the name, your rights and the network; or run `hf download {name} --local-dir"
+            f" {folder.name}` elsewhere, copy that folder here and give its path"
         ) from None

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from megatron.errors import UserError, in_words
 from megatron.files import check_regular
 from megatron.model import GPT, Architecture, from_config, position_from_config
 from megatron.positions import Position
+from megatron.positions.base import Fork
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +76,6 @@ def load_reference(folder: str | Path, config: Config) -> tuple[GPT, Config]:
     """
     folder = Path(folder)
     model = Architecture.of(config.model)
-    if config.position.pos_emb_layers:
-        raise UserError(
-            "pos_emb_layers: a GPT-NeoX checkpoint has one encoding for all layers - give pos_emb"
-        )
     if model.key_heads != model.num_attention_heads or model.widened != model.mlp_width:
         raise UserError(
             f"{folder}: num_key_value_heads and gated activations are not read from GPT-NeoX's own"
@@ -145,12 +142,7 @@ def read_ranks(folder: Path) -> dict[int, list[Tensors]]:
         layer, rank = (int(number) for number in re.findall(r"\d+", path.name))
         content = load_plain(path)
         layers[layer][rank] = {}
-        if not isinstance(content, Mapping):
-            raise UserError(f"{path}: holds no layer of GPT-NeoX - copy the checkpoint again")
         for name, tensor in content.items():
-            is_weight = isinstance(tensor, Tensor) and tensor.is_floating_point()
-            if not isinstance(name, str) or not is_weight:
-                raise UserError(f"{path}: {name} is not a weight of a GPT-NeoX model")
             for theirs, ours in RENAMED.items():
                 name = name.replace(theirs, ours)
             layers[layer][rank][name] = tensor.float()
@@ -160,21 +152,19 @@ def read_ranks(folder: Path) -> dict[int, list[Tensors]]:
             " itself; where pipe_parallel_size was 0, convert it to Hugging Face's form first"
         )
     count = 1 + max(max(parts) for parts in layers.values())
-    for number, parts in sorted(layers.items()):
-        if len(parts) < count:
-            missing = min({*range(count)} - parts.keys())
-            raise UserError(
-                f"{folder}: layer {number} lacks the part of tensor-parallel rank {missing} of"
-                f" {count} - copy all files of the checkpoint"
-            )
+    if any(len(parts) < count for parts in layers.values()):
+        raise UserError(
+            f"{folder}: files of some of {count} tensor-parallel ranks are missing - copy all files"
+            " of the checkpoint"
+        )
     return {number: [parts[rank] for rank in range(count)] for number, parts in layers.items()}
 
 
-def load_plain(path: Path) -> Any:
-    """The content of a file of torch.save, on the CPU; UserError if it is more than tensors."""
+def load_plain(path: Path) -> Mapping[str, Tensor]:
+    """The tensors in a file of torch.save, on the CPU; UserError if it holds anything else."""
     try:
         check_regular(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as fault:  # torch.load raises a kind of its own for each damage
         reason = str(fault).partition("\n")[0] or repr(fault)
         # torch's own words advise to load such a file in the way that runs its code.
@@ -183,6 +173,9 @@ def load_plain(path: Path) -> Any:
         raise UserError(
             f"{path}: cannot be read as a checkpoint file ({reason:.200}) - copy it again"
         ) from None
+    if not isinstance(content, Mapping) or not all(map(torch.is_tensor, content.values())):
+        raise UserError(f"{path}: holds no layer of GPT-NeoX - copy the checkpoint again")
+    return content
 
 
 def joined(ranks: list[Tensors], where: str, bias_on_every_rank: bool) -> Tensors:
@@ -210,14 +203,10 @@ def joined(ranks: list[Tensors], where: str, bias_on_every_rank: bool) -> Tensor
         apart = (copies - mean).abs().max()
         if bias_on_every_rank and name in OF_SUMS:
             whole[name] = copies.sum(dim=0)
-        elif not apart:
-            whole[name] = parts[0]
-        elif apart <= SAME * mean.abs().max():
-            whole[name] = mean
+        elif apart > SAME * mean.abs().max():
+            raise UserError(f"{where}: the ranks' copies of {name} differ - {mixed}")
         else:
-            raise UserError(
-                f"{where}: the ranks' copies of {name} differ by {apart.item():.3g} - {mixed}"
-            )
+            whole[name] = mean if apart else parts[0]
     return whole
 
 
@@ -251,7 +240,7 @@ def load_position(position: Position, stored: Mapping[str, Tensor], folder: Path
                 " pos_emb_args"
             )
     unused = sorted(stored.keys() - learned.keys())
-    foreign = sorted({*unused} - {*position.reference_unused})
+    foreign = sorted({*unused} - {*(position.fork or Fork()).unused})
     if foreign:
         raise UserError(f"{folder}: {foreign} belong to another encoding - check pos_emb")
     if unused:

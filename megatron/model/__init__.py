@@ -7,12 +7,10 @@ import torch
 from megatron.model.cache import Cache
 from megatron.model.gpt import GPT
 from megatron.model.settings import Architecture, AttentionSettings
-from megatron.positions import Position, options_of
+from megatron.positions import Position, build, options_of
 from megatron.positions.layers import (
     Entry,
     attention_count,
-    build_entry,
-    build_linear,
     entries_of,
     shape_of,
 )
@@ -44,19 +42,13 @@ def from_config(config: "Config", vocab: int, end_of_document: int | None = None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.training.seed)
         positions, position_of_layer = positions_from_config(config)
-        names: list[str] = []
-        if config.position.pos_emb_layers:
-            entries = entries_of(config.position)
-            firsts = [position_of_layer.index(position) for position in range(len(positions))]
-            names = [entries[layer % len(entries)].name for layer in firsts]
         torch.manual_seed(config.training.seed)
         model = GPT(
             Architecture.of(config.model),
             AttentionSettings.of(config.attention),
             positions=positions,
             position_of_layer=position_of_layer,
-            position_names=names,
-            linear_position=build_linear(config.model),
+            named=bool(config.position.pos_emb_layers),
             vocab=vocab,
             end_of_document=end_of_document,
         )
@@ -92,8 +84,7 @@ def positions_from_config(config: "Config") -> tuple[list[Position], list[int]]:
 
 def position_of_entry(config: "Config", entry: Entry) -> Position:
     """The encoding of an entry, with options that other keys give."""
-    options = options_of_entry(config, entry)
-    return build_entry(config.position, entry, shape_of(config.model), options)
+    return build(entry.name, shape_of(config.model), **options_of_entry(config, entry))
 
 
 def options_of_entry(config: "Config", entry: Entry) -> dict[str, Any]:

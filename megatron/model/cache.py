@@ -5,47 +5,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-ROOM = 64  # tokens for which there is room beyond those that come first
-
-
-class Growing:
-    """Rows of keys or of values that tokens append to: [batch, heads, keys, features].
-
-    There is room for later tokens behind them, so that one more token does not copy all earlier
-    ones. Where autograd records, rows are copied all the same, because it needs them as they were.
-    """
-
-    def __init__(self) -> None:
-        self.length = 0
-        self._room: Tensor | None = None
-
-    def append(self, new: Tensor) -> Tensor:
-        """The rows so far with new ones behind them: [batch, heads, keys, features], a view."""
-        start, end = self.length, self.length + new.shape[2]
-        if torch.is_grad_enabled():
-            self._room = new if self._room is None else torch.cat([self.rows, new], dim=2)
-        else:
-            if self._room is None or end > self._room.shape[2]:
-                capacity = end + max(ROOM, start // 2)
-                room = new.new_empty(*new.shape[:2], capacity, new.shape[3])
-                if start:
-                    room[:, :, :start] = self.rows
-                self._room = room
-            self._room[:, :, start:end] = new
-        self.length = end
-        return self.rows
-
-    @property
-    def rows(self) -> Tensor:
-        """All rows so far: [batch, heads, keys, features]."""
-        assert self._room is not None
-        return self._room[:, :, : self.length]
-
-    def select(self, texts: Tensor) -> None:
-        """Keep some texts of the batch, by their indices [texts] int64."""
-        if self.length:
-            self._room = self.rows.index_select(0, texts)
-
 
 @dataclass
 class LayerCache:
@@ -53,20 +12,26 @@ class LayerCache:
 
     memory: what its encoding keeps, or a layer without keys, by name; the first dimension is the
     batch
+    keys, values: [batch, key heads, tokens so far, features], once there are some
     """
 
     memory: dict[str, Tensor] = field(default_factory=dict)
-    keys: Growing = field(default_factory=Growing)
-    values: Growing = field(default_factory=Growing)
+    keys: Tensor | None = None
+    values: Tensor | None = None
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Those of all tokens so far: [batch, key heads, keys, features] each."""
-        return self.keys.append(k), self.values.append(v)
+        if self.keys is not None and self.values is not None:
+            k = torch.cat([self.keys, k], dim=2)
+            v = torch.cat([self.values, v], dim=2)
+        self.keys, self.values = k, v
+        return k, v
 
     def select(self, texts: Tensor) -> None:
         """Keep some texts of the batch, by their indices [texts] int64."""
-        self.keys.select(texts)
-        self.values.select(texts)
+        if self.keys is not None and self.values is not None:
+            self.keys = self.keys.index_select(0, texts)
+            self.values = self.values.index_select(0, texts)
         for name, state in self.memory.items():
             self.memory[name] = state.index_select(0, texts)
 

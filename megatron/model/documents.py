@@ -6,10 +6,7 @@ from functools import cached_property
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-
-from megatron.model.settings import CONVOLVED
 
 
 @dataclass(frozen=True)
@@ -49,20 +46,6 @@ class Documents:
         after_an_end[:, 1:] = self.ends[:, :-1]
         first = torch.where(after_an_end, index, 0).cummax(dim=1).values
         return (index - first)[:, self.new]
-
-    @cached_property
-    def first_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Row, index and place of each new token whose convolution would read another document.
-
-        [tokens] int64 each; a GPU is waited for
-        """
-        row, token = (self.places < CONVOLVED - 1).nonzero(as_tuple=True)
-        return row, token, self.places[row, token]
-
-    @cached_property
-    def numbers_after_earlier(self) -> Tensor:
-        """`numbers` of the token before the new ones and of these: [batch, 1 + length] int64."""
-        return F.pad(self.numbers, (1, 0))[:, self.new.start : self.new.stop + 1]
 
 
 def by_document(

@@ -16,18 +16,16 @@ from megatron.model.block import (
     Attention,
     AttentionInputs,
     Block,
-    Context,
-    Method,
+    LayerInputs,
     normalisation,
 )
 from megatron.model.cache import Cache, LayerCache
 from megatron.model.documents import Documents, by_document
-from megatron.model.gated_delta import LayerInputs, PositionAtPlaces
 from megatron.model.head import mean_loss, token_losses
 from megatron.model.settings import Architecture, AttentionSettings, initialize
 from megatron.positions import Position
-from megatron.positions.base import check_heads, check_latent
-from megatron.positions.layers import LATENT, Placed
+from megatron.positions.base import check_heads
+from megatron.positions.layers import Placed
 
 HOOKS_OF_TERMS = (
     "distance_bias",
@@ -50,7 +48,7 @@ class LayerPlan:
     position: Position
     name: str
     window: int | None
-    method: Method | None
+    method: Any
     backend: str
 
 
@@ -118,6 +116,7 @@ def attention_inputs(
             settings.attention_self_check,
             method=method,
             start=new.start,
+            length=length,
             query_scale=scale,
             documents=documents,
         )
@@ -131,8 +130,7 @@ class GPT(nn.Module):
     positions: the encoding, one for all layers or one for each, or those of layers that differ;
     position_of_layer: which of them each layer has, where layers differ; as all that is said of
     encodings and windows it is about the layers that have attention
-    position_names: what they are called, where layers differ;
-    linear_position: the encoding of layers with a state, which no setting of attention changes;
+    named: whether their names stand beside their layers;
     vocab: rows of the embedding, padding included;
     end_of_document: the token that ends a document, for reset_attention_mask
 
@@ -149,8 +147,7 @@ class GPT(nn.Module):
         positions: Sequence[Position],
         vocab: int,
         position_of_layer: Sequence[int] | None = None,
-        position_names: Sequence[str] = (),
-        linear_position: Position | None = None,
+        named: bool = False,
         end_of_document: int | None = None,
     ) -> None:
         super().__init__()
@@ -161,7 +158,7 @@ class GPT(nn.Module):
         self.train_length = model.seq_length
         self.dropout = model.hidden_dropout
         self.checkpoint_activations = False
-        self.context: Context | None = None
+        self.context: Any = None
         self.word_embeddings = nn.Embedding(vocab, hidden)
         self.embedding_norm = normalisation(hidden, model) if model.embedding_norm else None
         self.embedding_scale, self.logit_scale = model.embedding_scale, model.logit_scale
@@ -176,17 +173,16 @@ class GPT(nn.Module):
         self.attention_layers = model.attention_layers
         # After `initialize`: an encoding sets its own first values.
         self.positions = nn.ModuleList(positions)
-        self.linear_position = linear_position
         if position_of_layer is None:  # one for all layers, or one for each
             count = len(self.attention_layers)
             position_of_layer = range(count) if len(positions) > 1 else [0] * count
         self.position_of_layer = list(position_of_layer)
-        self.position_names = list(position_names)
+        self.named = named
         for position in self._positions:
             check_heads(position, model.key_heads, model.heads_per_query)
             position.check_tokens(vocab, end_of_document)
-            if LATENT in model.kinds:
-                check_latent(position)
+        for layer, index in zip(self.attention_layers, self.position_of_layer, strict=True):
+            cast(Block, self.layers[layer]).attention.check_position(self._positions[index])
         self.use_attention(attention)
 
     def forward(
@@ -235,7 +231,7 @@ class GPT(nn.Module):
             raise UserError(f"ids: {list(ids.shape)} must be [batch, length]")
         start = 0 if cache is None else cache.length
         length = start + ids.shape[1]  # of the whole text
-        prepare(self.all_positions, start, length)
+        prepare(self._positions, start, length)
         if cache is not None and not cache.layers:
             cache.layers = [LayerCache() for _ in self.layers]
         documents = None
@@ -268,26 +264,15 @@ class GPT(nn.Module):
         count = x.shape[1]
         new = slice(start, start + count)
         inputs = attention_inputs(self.plans.values(), self.attention, new, length, documents)
-        turn = None
-        if self.linear_position is not None:
-            where = new
-            if documents is not None and documents.restart:
-                where = documents.places[:, None]
-            places = self.linear_position.indices(0, length)[where]
-            turn = PositionAtPlaces(self.linear_position, places)
         recompute = self.checkpoint_activations and torch.is_grad_enabled()
         for layer, block in enumerate(self.layers):
             layer_cache = None if cache is None else cache.layers[layer]
-            read = LayerInputs(
-                documents=documents,
-                cache=layer_cache,
-                context=self.context,
-                turn=turn,
-            )
+            read = LayerInputs(start=start, length=length, documents=documents)
             if layer in self.plans:
-                read = replace(inputs[self.plans[layer]], cache=layer_cache, context=self.context)
+                read = inputs[self.plans[layer]]
                 if layer == len(self.layers) - 1:
                     read = replace(read, first_query=first)
+            read = replace(read, cache=layer_cache, context=self.context)
             if recompute:
                 x = cast(Tensor, checkpoint(block, x, read, use_reentrant=False))
             else:
@@ -347,7 +332,7 @@ class GPT(nn.Module):
         for layer, index, window in zip(layers, self.position_of_layer, windows, strict=True):
             position = self._positions[index]
             if (index, window) not in shared:
-                name = self.position_names[index] if self.position_names else ""
+                name = position.registered_name if self.named else ""
                 method = attention.method_of_layer(position, window, self.train_length)
                 backend = attention.attention_backend
                 shared[index, window] = LayerPlan(position, name, window, method, backend)
@@ -432,11 +417,6 @@ class GPT(nn.Module):
     @property
     def _positions(self) -> Sequence[Position]:
         return cast(Sequence[Position], self.positions)
-
-    @property
-    def all_positions(self) -> Sequence[Position]:
-        """Those of attention, and that of layers with a state."""
-        return [*self._positions, *filter(None, [self.linear_position])]
 
     @property
     def output_matrix(self) -> Tensor:

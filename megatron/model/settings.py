@@ -3,76 +3,29 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
+from megatron.layer_kinds import ATTENTION, layer_called
 from megatron.positions import Position
-from megatron.positions.layers import ATTENTION, WITH_ENCODING, encoded_features
+from megatron.positions.layers import features_of_head
 
 GATED = ("swiglu", "geglu", "geglu_new")
 """Activations that read twice the width, the gate first."""
 GATED_MULTIPLE = 64
 """The MLP's default width is rounded up to a multiple of this where its activation has a gate."""
-CONVOLVED = 4
-"""Tokens that a convolution sees, the own one included."""
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """Sizes, parts and first values of a GPT, named as in the configuration's section `model`."""
-
-    hidden_size: int
-    num_layers: int
-    num_attention_heads: int
-    seq_length: int
-    num_key_value_heads: int | None = None
-    heads_per_query: int = 1
-    head_dim: int | None = None
-    intermediate_size: int | None = None
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    layernorm_epsilon: float = 1e-5
-    norm_placement: Literal["pre", "post", "both"] = "pre"
-    embedding_norm: bool = False
-    qk_norm: bool | Literal["full"] = False
-    clip_qkv: float | None = None
-    query_pre_attn_scalar: float | None = None
-    attention_gate: Literal["head", "element"] | None = None
-    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
-    layers: tuple[str, ...] = ()
-    allow_neg_eigval: bool = False
-    linear_num_key_heads: int | None = None
-    linear_num_value_heads: int | None = None
-    linear_key_head_dim: int | None = None
-    linear_value_head_dim: int | None = None
-    linear_pos_emb: Any = None
-    q_lora_rank: int | None = None
-    kv_lora_rank: int | None = None
-    qk_rope_head_dim: int | None = None
-    qk_nope_head_dim: int | None = None
-    v_head_dim: int | None = None
-    activation: str = "gelu"
-    parallel_residual: bool = False
-    shared_norm: bool = False
-    use_weight_in_norms: bool = True
-    use_bias_in_norms: bool = True
-    use_bias_in_attn_linear: bool = True
-    use_bias_in_attn_output: bool | None = None
-    use_bias_in_mlp: bool = True
-    use_bias_in_output: bool = False
-    no_weight_tying: bool = True
-    embedding_scale: float = 1.0
-    logit_scale: float = 1.0
-    hidden_dropout: float = 0.0
-    init_method: Literal["normal", "small_init"] = "normal"
-    init_method_std: float = 0.02
-    output_layer_init_method: Literal["scaled_normal", "normal", "wang_init"] = "scaled_normal"
+class Architecture(SimpleNamespace):
+    """Sizes, parts and first values of a GPT: every key of the configuration's section `model`."""
 
     @classmethod
     def of(cls, section: Any) -> "Architecture":
-        """The same values from the configuration's section."""
-        return cls(**{field.name: getattr(section, field.name) for field in fields(cls)})
+        """The same values as an object that needs no package beside torch."""
+        return cls(**dict(section))
 
     @property
     def kinds(self) -> list[str]:
@@ -83,12 +36,12 @@ class Architecture:
     @property
     def attention_layers(self) -> list[int]:
         """The layers that have an encoding. Patterns of encodings and windows repeat over them."""
-        return [layer for layer, kind in enumerate(self.kinds) if kind in WITH_ENCODING]
+        return [layer for layer, kind in enumerate(self.kinds) if layer_called(kind).has_encoding]
 
     @property
     def features_of_head(self) -> int:
         """head_dim, also where it is not set."""
-        return self.head_dim or self.hidden_size // self.num_attention_heads
+        return features_of_head(self)
 
     @property
     def key_heads(self) -> int:
@@ -99,49 +52,6 @@ class Architecture:
     def query_heads(self) -> int:
         """Heads of the queries that are projected: one for every `heads_per_query` heads."""
         return self.num_attention_heads // self.heads_per_query
-
-    @property
-    def attention_width(self) -> int:
-        """Features of all heads' outputs together."""
-        return self.num_attention_heads * self.features_of_head
-
-    @property
-    def delta_sizes(self) -> tuple[int, int, int, int]:
-        """Heads of the keys and of the values of a layer with a state, and features of each."""
-        key_heads = self.linear_num_key_heads or self.num_attention_heads
-        heads = self.linear_num_value_heads or key_heads
-        key_dim = self.linear_key_head_dim or self.features_of_head
-        return key_heads, heads, key_dim, self.linear_value_head_dim or key_dim
-
-    @property
-    def delta_widths(self) -> tuple[int, int, int]:
-        """Features of a token's queries, keys and values in a layer with a state."""
-        key_heads, heads, key_dim, value_dim = self.delta_sizes
-        return key_heads * key_dim, key_heads * key_dim, heads * value_dim
-
-    @property
-    def latent_sizes(self) -> tuple[int, int, int, int]:
-        """kv_lora_rank, qk_rope_head_dim, qk_nope_head_dim and v_head_dim, also where not set."""
-        features = self.features_of_head
-        return (
-            self.kv_lora_rank or 4 * features,
-            encoded_features(self),
-            self.qk_nope_head_dim or features,
-            self.v_head_dim or features,
-        )
-
-    @property
-    def widths_of_key_head(self) -> list[int]:
-        """Features of the queries that share one key head, of their gates, its key and value."""
-        group, features = self.num_attention_heads // self.key_heads, self.features_of_head
-        gates = {None: 0, "head": group, "element": group * features}
-        queries = group // self.heads_per_query
-        return [queries * features, gates[self.attention_gate], features, features]
-
-    @property
-    def projected_width(self) -> int:
-        """Features of a token's queries, gates, keys and values together."""
-        return self.key_heads * sum(self.widths_of_key_head)
 
     @property
     def mlp_width(self) -> int:
@@ -164,21 +74,6 @@ class Architecture:
         if self.use_bias_in_attn_output is None:
             return self.use_bias_in_attn_linear
         return self.use_bias_in_attn_output
-
-    @property
-    def norm_has_bias(self) -> bool:
-        return self.norm == "layernorm" and self.use_bias_in_norms and self.use_weight_in_norms
-
-    @property
-    def numbers_of_norm(self) -> int:
-        """Learned numbers of a norm for each of its features."""
-        return int(self.use_weight_in_norms) + int(self.norm_has_bias)
-
-    @property
-    def norms_of_layer(self) -> int:
-        """Norms of a layer over hidden_size features."""
-        norms = 4 if self.norm_placement == "both" else 2
-        return norms - int(self.shared_norm)
 
 
 @dataclass(frozen=True)
@@ -212,7 +107,7 @@ class AttentionSettings:
         return {}
 
     def method_of_layer(self, position: Position, window: int | None, train_length: int) -> Any:
-        """The `Method` (megatron/model/block.py) that moves the tokens of a layer, or None."""
+        """What moves the tokens of a layer (`Method` in evaluation/methods.py), or None."""
         return None
 
     def table(self, table: Tensor | None) -> Tensor | None:

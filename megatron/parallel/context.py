@@ -48,7 +48,7 @@ class Context:
 
         q, k, v [batch, heads, own tokens, features]; terms: those of the whole text, but for the
         content, which has the own tokens, with w a sum over the tokens up to each key
-        (`Position.sums_over_tokens`)
+        (`Position.in_parts`)
 
         Returns [batch, heads, own tokens, features].
         """

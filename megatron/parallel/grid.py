@@ -63,8 +63,8 @@ class Grid:
         if self.ranks % context_ranks:
             raise UserError(
                 f"context_parallel_size: {context_ranks} ranks that share need a multiple of"
-                f" {context_ranks} ranks, and this run has {self.ranks} - start it with deepy.py,"
-                f" num_gpus={context_ranks}, or set it to 1"
+                f" {context_ranks} ranks, and this run has {self.ranks} - start more with deepy.py"
+                " and num_gpus, or set it to 1"
             )
         return replace(self, context_ranks=context_ranks)
 
@@ -72,15 +72,9 @@ class Grid:
         """The mean of a tensor over all ranks; any shape, kept."""
         if self.ranks == 1:
             return value
-        return self.sum(value) / self.ranks
-
-    def sum(self, value: Tensor) -> Tensor:
-        """The sum of a tensor over all ranks; any shape, kept."""
-        if self.ranks == 1:
-            return value
         total = value.clone()
         torch.distributed.all_reduce(total)
-        return total
+        return total / self.ranks
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, ordered by rank, on every rank; plain data only."""

@@ -1,13 +1,9 @@
-"""This machine: memory with its container's limit, free disk, memory of devices."""
+"""This machine: memory with its container's limit, free disk."""
 
 import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # preparing data needs no torch, which takes a second to import
-    import torch
 
 CGROUP_LIMITS = (  # version 2, version 1
     Path("/sys/fs/cgroup/memory.max"),
@@ -23,15 +19,6 @@ def total_memory() -> int:
         with suppress(OSError, ValueError):  # without the file, or without a limit (`max`)
             total = min(total, int(path.read_text()) or total)
     return total
-
-
-def device_memory(device: "torch.device") -> int:
-    """Bytes of memory of one device; on the CPU all processes share them."""
-    if device.type == "cuda":
-        import torch
-
-        return torch.cuda.get_device_properties(device).total_memory
-    return total_memory()
 
 
 def free_disk(folder: Path) -> int | None:

@@ -25,7 +25,6 @@ class Abacus(Position):
     max_k: the largest random offset; the table has rows for numbers of seq_length + max_k digits
     """
 
-    rows_are_positions = ("weight",)
     digits: Tensor
     separators: Tensor
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import UserError
-from megatron.positions.base import EXACT, Position, Shape
+from megatron.positions.base import EXACT, Fork, Position, Shape
 from megatron.positions.registry import positive, register, whole
 
 
@@ -12,7 +12,7 @@ from megatron.positions.registry import positive, register, whole
 class NoPosition(Position):
     """Nothing is added: the causal mask alone gives the order (NoPE, arXiv 2305.19466)."""
 
-    published = True
+    fork = Fork()
 
 
 @register("learned")
@@ -23,9 +23,7 @@ class Learned(Position):
         max_position_embeddings
     """
 
-    rows_are_positions = ("weight",)
-    published = True
-    reference_names = {"weight": "weight"}
+    fork = Fork({"weight": "weight"})
 
     def __init__(self, shape: Shape, *, max_positions: int | None = None) -> None:
         super().__init__(shape)
@@ -54,8 +52,7 @@ class Sinusoidal(Position):
     base: slowest wavelength / 2π
     """
 
-    published = True
-    reference_names = {"inv_freq": "inv_freq"}
+    fork = Fork({"inv_freq": "inv_freq"})
     inv_freq: Tensor
 
     def __init__(self, shape: Shape, *, base: float = 10000.0) -> None:

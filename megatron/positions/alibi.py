@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.positions.base import DistanceBias, Shape
+from megatron.positions.base import KERNEL, DistanceBias, Fork, Shape
 from megatron.positions.per_head import Given, PerHead, numbers
 from megatron.positions.registry import positive, register
 
@@ -60,7 +60,7 @@ class Sloped(PerHead, DistanceBias):
 
     bounds = {"slopes": (SLOPE_FLOOR, math.inf)}
     # The forks store ALiBi's slopes for every kernel, whichever slopes it uses.
-    reference_names = {"alibi_slopes": "slopes"}
+    fork = Fork({"alibi_slopes": "slopes"})
 
     def __init__(
         self,
@@ -96,8 +96,7 @@ class Alibi(Sloped):
     bias_max: the smallest slope is 2^-bias_max, as MPT calls it; the paper's is 2^-8
     """
 
-    published = True
-    claims = ("zero_at_0", "never_rises", "conditionally_positive_definite")
+    claims = KERNEL
 
     def __init__(self, shape: Shape, *, bias_max: float = 8.0, **sloped: Any) -> None:
         self.bias_max = positive("bias_max", bias_max, most=MOST_BIAS)
@@ -117,8 +116,7 @@ class Gaussian(Sloped):
     slope_factor, slopes, learned_slopes: as for alibi
     """
 
-    published = True
-    claims = ("zero_at_0", "never_rises", "conditionally_positive_definite")
+    claims = KERNEL
 
     def log_kernel(self, distance: Tensor) -> Tensor:
         return -self.per_head("slopes") * distance**2
@@ -138,7 +136,6 @@ class Tanh(Sloped):
     slope_factor, slopes, learned_slopes: as for alibi
     """
 
-    published = True
     claims = ("zero_at_0", "never_rises")
 
     def published_slopes(self, heads: int) -> list[float]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron.positions.alibi import alibi_slopes
-from megatron.positions.base import DistanceBias, Shape
+from megatron.positions.base import KERNEL, DistanceBias, Shape
 from megatron.positions.per_head import Given, PerHead
 from megatron.positions.registry import register
 
@@ -25,7 +25,7 @@ class ApeDecay(PerHead, DistanceBias):
     linear, log, root: learned unless given as one number or one per head
     """
 
-    claims = ("zero_at_0", "never_rises", "conditionally_positive_definite")
+    claims = KERNEL
     bounds = {"linear": POSITIVE, "log": POSITIVE, "root": POSITIVE}
 
     def __init__(

@@ -4,7 +4,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ BlockScores = tuple[
 """See `Position.block_scores`."""
 Memory = dict[str, Tensor]
 """The tensors that a layer keeps of a cached text, by name; the first dimension is the batch."""
+KERNEL = ("zero_at_0", "never_rises", "conditionally_positive_definite")
+"""What KERPLE's kernels claim."""
 NO_ATTENTION = -1e9
 """A bias with which a key gets no attention, and which no backend turns into NaN, as -inf may."""
 
@@ -34,6 +36,16 @@ class Shape:
     head_dim: int
     hidden: int
     train_length: int
+
+
+class Fork(NamedTuple):
+    """An encoding in KERPLE's or MEP's code.
+
+    names: those of its tensors there, by ours; unused: tensors that the forks store and do not use
+    """
+
+    names: Mapping[str, str] = {}
+    unused: tuple[str, ...] = ()
 
 
 class WrongEncoding(UserError):
@@ -60,28 +72,17 @@ class Position(Float32Module):
     grouped_queries: whether the model may have fewer key heads than heads
     heads_per_query: how many neighbouring heads get the same query from the model
     score_width: how many times as wide as values on_queries_keys makes queries and keys
-    rotates: on_queries_keys makes q·k depend on the distance, and on_queries_keys_at can be asked
-    stretches: on_queries_keys_at knows `stretch`, and use_scaling other options than none
-    stretched_by: the scaling of frequencies with which it is trained already, such as llama3
     only_rotates: on_queries_keys_at turns q and k by fixed angles for each position, apart from one
         factor of all, also at positions [batch, 1, length], and nothing else acts, learns or is
         drawn: layers with a state can have it
-    draws: numbers per head that KERPLE's constructor draws from U(0, high); they are options too
     score_rank: rank of score_bias, the last dimension of u and w
-    sums_over_tokens: score_bias gives as w a sum over the tokens up to each key, so that parts of a
-        text can be summed apart (`running_sum`)
-    by_token: on_queries_keys_by_content reads of x each token's own vector alone
-    draws_positions: `prepare`, where an encoding has its own, draws at random in training
+    in_parts: hooks that can be computed for a part of a text alone: "score_bias", whose w is a sum
+        over the tokens up to each key (`running_sum`), "on_queries_keys_by_content", which reads of
+        x each token's own vector, "prepare", which draws nothing
     claims: some of "zero_at_0", "never_rises" and "conditionally_positive_definite", as KERPLE's
         kernels are; tools/check_encoding.py holds the bias to them
     bounds: intervals of learned parameters; `bounded` and `learned` give the values within them
-    rows_are_positions: names of learned tables with a row for each position; a model that is
-        fine-tuned with more rows keeps those that it had
-    reference_names: the name that the GPT-NeoX forks give to a parameter or fixed tensor of ours
-    reference_unused: tensors that the forks store and do not use
-    published: KERPLE's or MEP's code has it, so that `paper_precision` is known
-    earlier: defaults of options of earlier spellings, which `joined` understands
-    joined_as: such options that mean this encoding
+    fork: what KERPLE's or MEP's code has of it, so that `paper_precision` is known; None: nothing
     """
 
     per_layer: bool = False
@@ -90,23 +91,13 @@ class Position(Float32Module):
     grouped_queries: bool = True
     heads_per_query: int = 1
     score_width: int = 1
-    rotates: bool = False
-    stretches: bool = False
-    stretched_by: str | None = None
     only_rotates: bool = False
     score_rank: int = 1
-    sums_over_tokens: bool = False
-    by_token: bool = False
-    draws_positions: bool = True
-    draws: ClassVar[dict[str, float]] = {}
+    in_parts: tuple[str, ...] = ()
     claims: ClassVar[tuple[str, ...]] = ()
-    rows_are_positions: ClassVar[tuple[str, ...]] = ()
-    reference_names: ClassVar[dict[str, str]] = {}
-    reference_unused: ClassVar[tuple[str, ...]] = ()
-    published: bool = False
-    earlier: ClassVar[dict[str, Any]] = {}
-    joined_as: ClassVar[dict[str, Any] | None] = None
-    # What `build` gave the constructor.
+    fork: ClassVar[Fork | None] = None
+    # What `build` was asked for, and gave the constructor.
+    registered_name: str = ""
     options: Mapping[str, Any] = {}
     # [length] int64: positions to use in place of 0, 1, 2, …, as `randomized` draws them.
     drawn: Tensor | None = None
@@ -117,7 +108,7 @@ class Position(Float32Module):
 
     @classmethod
     def joined(cls, options: Mapping[str, Any]) -> tuple[type["Position"], dict[str, Any]]:
-        """The class that earlier options make of this one, and its own options among them."""
+        """The class that some options make of this one, and the options that it takes."""
         return cls, dict(options)
 
     @classmethod
@@ -270,70 +261,85 @@ class Position(Float32Module):
 
     def check_cached(self, before: int, length: int) -> None:
         """Raises UserError if cached keys of `before` tokens do not serve a text of `length`."""
-        for part in self.modules():
-            if isinstance(part, Position) and part is not self:
-                part.check_cached(before, length)
+        for part in self.inside:
+            part.check_cached(before, length)
 
     def check_tokens(self, vocab: int, end_of_document: int | None) -> None:
         """Raises UserError if ids of tokens in the options do not fit `vocab` rows of embeddings.
 
         end_of_document: the token that ends documents, where it is known
         """
-        for part in self.modules():
-            if isinstance(part, Position) and part is not self:
-                part.check_tokens(vocab, end_of_document)
+        for part in self.inside:
+            part.check_tokens(vocab, end_of_document)
 
     def check_parts(self) -> None:
         """Raises UserError if processes that have one part of a text each cannot compute this."""
-        encodings = [part for part in self.modules() if isinstance(part, Position)]
-        draws = [
-            part.draws_positions for part in encodings if type(part).prepare is not Position.prepare
+        reasons = {
+            "on_scores": "needs all scores at once",
+            "on_queries_keys_by_content": "reads the tokens before",
+            "on_embeddings_by_ids": "reads the tokens before",
+            "block_scores": "reads the tokens between query and key",
+            "score_bias": "does not say that its w is a sum (in_parts)",
+            "prepare": "would draw in each process for itself (in_parts)",
+        }
+        name = type(self).__name__
+        faults = [
+            f"{hook} {reason}"
+            for hook, reason in reasons.items()
+            if self.has(hook) and hook not in self.in_parts
         ]
-        refuse(
-            self,
-            {
-                "on_scores needs all scores at once": self.has("on_scores"),
-                "on_queries_keys_by_content reads the tokens before": (
-                    self.has("on_queries_keys_by_content") and not self.by_token
-                ),
-                "on_embeddings_by_ids reads the tokens before": self.has("on_embeddings_by_ids"),
-                "block_scores reads the tokens between query and key": self.has("block_scores"),
-                f"{self.crosses_documents} reads the text before": self.crosses_documents,
-                "score_bias does not say that its w is a sum (sums_over_tokens)": (
-                    self.has("score_bias") and not self.sums_over_tokens
-                ),
-                "each process would draw for itself in prepare (draws_positions)": any(draws),
-            },
-            "context_parallel_size: {} cannot be computed in parts of a text, because {}; set it to"
-            " 1 (in training, checkpoint_activations: true and ZeRO stage 3 need less memory too)",
-        )
+        if self.crosses_documents is not None:
+            faults.append(f"{self.crosses_documents} reads the text before")
+        if faults:
+            raise UserError(
+                f"context_parallel_size: {name} cannot be computed in parts of a text, because"
+                f" {faults[0]}; set it to 1"
+            )
 
     def use_paper_precision(self, on: bool) -> None:
         """Compute positions, distances and biases in bfloat16, as the forks' code does, or not.
 
         Raises UserError if the forks have no such encoding.
         """
-        if on and not self.published:
+        if on and not self.is_published:
             raise UserError(
                 f"paper_precision: KERPLE's and MEP's code has no {type(self).__name__}, so it is"
                 " not known how they would round it - set paper_precision: false"
             )
-        for module in self.modules():
-            if isinstance(module, Position):
-                module.paper_precision = on
+        for position in (self, *self.inside):
+            position.paper_precision = on
 
     def use_scaling(self, options: Mapping[str, Any]) -> None:
         """Turn by the frequencies that these options give in place of its own; {}: as built.
 
         Raises UserError for options that do not fit. Encodings that turn nothing stay as they are.
         """
-        for part in self.modules():
-            if isinstance(part, Position) and part is not self:
-                part.use_scaling(options)
+        for part in self.inside:
+            part.use_scaling(options)
 
     def has(self, hook: str) -> bool:
         """Whether this encoding overrides a hook: index_bias, on_scores, distance_bias …"""
         return getattr(type(self), hook) is not getattr(Position, hook)
+
+    @property
+    def inside(self) -> list["Position"]:
+        """The encodings inside this one."""
+        return [part for part in self.modules() if isinstance(part, Position) and part is not self]
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the forks have it."""
+        return self.fork is not None
+
+    @property
+    def rotates(self) -> bool:
+        """Whether q·k depends on the distance, and can be asked for other positions."""
+        return self.has("on_queries_keys_at")
+
+    @property
+    def stretch_fault(self) -> str | None:
+        """Why `stretch` and `use_scaling` cannot change its frequencies; None: they can."""
+        return "it has no frequencies that can be stretched; take rotary"
 
     @property
     def movable(self) -> bool:
@@ -404,10 +410,10 @@ class Position(Float32Module):
 
     def reference(self) -> Iterator[tuple[str, Tensor]]:
         """(name in the forks' checkpoints, our tensor): load parameters, compare buffers."""
-        for module in self.modules():
-            if isinstance(module, Position):
-                for ours, theirs in module.reference_names.items():
-                    yield theirs, getattr(module, ours)
+        for position in (self, *self.inside):
+            if position.fork is not None:
+                for ours, theirs in position.fork.names.items():
+                    yield theirs, getattr(position, ours)
 
 
 def refuse(position: Position, reasons: Mapping[str, Any], message: str) -> None:
@@ -433,26 +439,8 @@ def check_heads(position: Position, key_heads: int, heads_per_query: int) -> Non
         )
 
 
-def check_latent(position: Position) -> None:
-    """Raises UserError if the encoding cannot act in an mla layer."""
-    changes_keys = position.has("on_queries_keys") or position.has("on_queries_keys_by_content")
-    refuse(
-        position,
-        {
-            "block_scores needs the keys of each head": position.has("block_scores"),
-            "it changes the keys of each head in its own way, and all heads share the one that it"
-            " is given": changes_keys and not position.grouped_queries,
-            "it makes queries and keys wider": position.score_width != 1,
-            "neighbouring heads have one query": position.heads_per_query != 1,
-        },
-        "layers: mla cannot have {}, because {}; take attention, or another encoding",
-    )
-
-
 class Turning(Position):
     """An encoding that turns queries and keys: a family writes `on_queries_keys_at` only."""
-
-    rotates = True
 
     def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> Pair:
         position = self.indices(start, q.shape[-2])

@@ -20,7 +20,7 @@ class Cable(Position):
     """
 
     per_layer = True
-    sums_over_tokens = True
+    in_parts = ("score_bias",)
 
     def __init__(self, shape: Shape, *, init_std: float = 0.02) -> None:
         super().__init__(shape)

@@ -59,7 +59,6 @@ class GrapeM(Turning):
             even(shape.head_dim, "head_dim:"), positive("base", base)
         ).log()
         self.by_content = by_content
-        self.rotates = not self.by_content
         self.scale = 1.0 if self.by_content else SCALE
         heads = shape.heads if by_head else 1
         self.grouped_queries = heads == 1 and not self.by_content
@@ -71,9 +70,11 @@ class GrapeM(Turning):
             self.bias = nn.Parameter(torch.full((shape.heads,), START))
 
     def has(self, hook: str) -> bool:
-        """Content is looked at where the steps depend on it."""
+        """Content is looked at where the steps depend on it, and positions where they do not."""
         if hook == "on_queries_keys_by_content":
             return self.by_content
+        if hook == "on_queries_keys_at":
+            return not self.by_content
         return super().has(hook)
 
     def on_queries_keys_at(

@@ -15,11 +15,12 @@ one number, or a list with one per head. Layers share them if
 """
 
 import math
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from megatron.positions.base import DistanceBias, Position, Shape
+from megatron.positions.base import KERNEL, DistanceBias, Fork, Position, Shape
 from megatron.positions.per_head import Given, PerHead
 from megatron.positions.registry import register
 
@@ -31,13 +32,17 @@ EXPONENT = (FLOOR, 2.0)  # beyond 2 the kernels are no longer conditionally posi
 class Kerple(PerHead):
     """Numbers per head that are learned, or fixed by the user.
 
-    draws: names of these numbers in the order in which they are drawn, each from U(0, high). Each
-        name is an option: one number for all heads, or a list of one per head, fixes it
+    draws: names of these numbers in the order in which they are drawn, each from U(0, high), and
+        their bounds. Each name is an option: one number for all heads, or a list of one per head,
+        fixes it
     """
+
+    draws: ClassVar[dict[str, tuple[float, tuple[float, float]]]] = {}
 
     def __init__(self, shape: Shape, **fixed: Given | None) -> None:
         super().__init__(shape)
-        for name, high in self.draws.items():
+        self.bounds = {name: bounds for name, (_, bounds) in self.draws.items()}
+        for name, (high, _) in self.draws.items():
             value = fixed.get(name)
             start = torch.rand(shape.heads) * high if value is None else self.origin
             self.set_option(name, value, start)
@@ -61,11 +66,9 @@ class KerpleLog(Kerple, DistanceBias):
     p, a: learned unless given as one number or one per head
     """
 
-    published = True
-    claims = ("zero_at_0", "never_rises", "conditionally_positive_definite")
-    draws = {"p": 2.0, "a": 1.0}
-    bounds = {"p": POSITIVE, "a": POSITIVE}
-    reference_names = {"p": "bias_p", "a": "bias_a"}
+    claims = KERNEL
+    draws = {"p": (2.0, POSITIVE), "a": (1.0, POSITIVE)}
+    fork = Fork({"p": "bias_p", "a": "bias_a"})
 
     def log_kernel(self, distance: Tensor) -> Tensor:
         return -self.per_head("p") * torch.log1p(self.per_head("a") * distance)
@@ -84,9 +87,8 @@ class KerpleLog3(Kerple, DistanceBias):
     r1, r2, r3: learned unless given as one number or one per head
     """
 
-    claims = ("zero_at_0", "never_rises", "conditionally_positive_definite")
-    draws = {"r1": 2.0, "r2": 1.0, "r3": 2.0}
-    bounds = {"r1": POSITIVE, "r2": POSITIVE, "r3": EXPONENT}
+    claims = KERNEL
+    draws = {"r1": (2.0, POSITIVE), "r2": (1.0, POSITIVE), "r3": (2.0, EXPONENT)}
 
     def log_kernel(self, distance: Tensor) -> Tensor:
         power = distance ** self.per_head("r3")
@@ -100,11 +102,9 @@ class KerplePower(Kerple, DistanceBias):
     a, p: learned unless given as one number or one per head
     """
 
-    published = True
-    claims = ("zero_at_0", "never_rises", "conditionally_positive_definite")
-    draws = {"a": 1.0, "p": 2.0}
-    bounds = {"a": POSITIVE, "p": EXPONENT}
-    reference_names = {"a": "bias_a", "p": "bias_p"}
+    claims = KERNEL
+    draws = {"a": (1.0, POSITIVE), "p": (2.0, EXPONENT)}
+    fork = Fork({"a": "bias_a", "p": "bias_p"})
 
     def log_kernel(self, distance: Tensor) -> Tensor:
         return -self.per_head("a") * distance ** self.per_head("p")
@@ -119,10 +119,8 @@ class KerpleWeight(Kerple, WeightKernel):
     weight_a, weight_p: learned unless given as one number or one per head
     """
 
-    published = True
-    draws = {"weight_a": 1.0, "weight_p": 2.0}
-    bounds = {"weight_a": POSITIVE, "weight_p": EXPONENT}
-    reference_names = {"weight_a": "wei_a", "weight_p": "wei_p"}
+    draws = {"weight_a": (1.0, POSITIVE), "weight_p": (2.0, EXPONENT)}
+    fork = Fork({"weight_a": "wei_a", "weight_p": "wei_p"})
 
     def weight_kernel(self, distance: Tensor) -> Tensor:
         return torch.exp(-self.per_head("weight_a") * distance ** self.per_head("weight_p"))
@@ -137,8 +135,7 @@ class KerpleWeight1(Kerple, WeightKernel):
     weight_a: learned unless given as one number or one per head
     """
 
-    draws = {"weight_a": 1.0}
-    bounds = {"weight_a": POSITIVE}
+    draws = {"weight_a": (1.0, POSITIVE)}
 
     def weight_kernel(self, distance: Tensor) -> Tensor:
         return torch.exp(-self.per_head("weight_a") * distance**2)
@@ -154,8 +151,7 @@ class KerpleBiasWeight(KerplePower, KerpleWeight):
     """
 
     draws = {**KerplePower.draws, **KerpleWeight.draws}
-    bounds = {**KerplePower.bounds, **KerpleWeight.bounds}
-    reference_names = {**KerplePower.reference_names, **KerpleWeight.reference_names}
+    fork = Fork({**KerplePower.fork.names, **KerpleWeight.fork.names})
 
 
 @register("kerple_bias_2para")
@@ -169,8 +165,7 @@ class KerpleBump(Kerple, DistanceBias):
     """
 
     claims = ("never_rises", "conditionally_positive_definite")
-    draws = {"r1": 1.0, "r2": 1.0}
-    bounds = {"r1": POSITIVE, "r2": POSITIVE}
+    draws = {"r1": (1.0, POSITIVE), "r2": (1.0, POSITIVE)}
 
     def log_kernel(self, distance: Tensor) -> Tensor:
         return self.per_head("r1") * torch.exp(-self.per_head("r2") * distance**2)
@@ -187,8 +182,7 @@ class KerpleBump3(Kerple, DistanceBias):
     """
 
     claims = ("never_rises", "conditionally_positive_definite")
-    draws = {"r1": 1.0, "r2": 1.0, "r3": 2.0}
-    bounds = {"r1": POSITIVE, "r2": POSITIVE, "r3": EXPONENT}
+    draws = {"r1": (1.0, POSITIVE), "r2": (1.0, POSITIVE), "r3": (2.0, EXPONENT)}
 
     def log_kernel(self, distance: Tensor) -> Tensor:
         power = distance ** self.per_head("r3")

@@ -1,17 +1,14 @@
 """Which encoding each layer has, where layers differ."""
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megatron.errors import UserError
+from megatron.layer_kinds import ATTENTION, layer_called
 from megatron.positions.base import Position, Shape
-from megatron.positions.registry import ALIASES, build, encoding_called, named
+from megatron.positions.registry import ALIASES, encoding_called, named
 
-ATTENTION, LATENT = "attention", "mla"
-WITH_ENCODING = {ATTENTION, LATENT}
-"""Kinds of layers that have an encoding and a window."""
 SHOWN = 6  # layers that a label names
 
 
@@ -59,23 +56,42 @@ def layers_of_kinds(section: Any) -> Counter[str]:
 def attention_count(section: Any) -> int:
     """How many layers have an encoding; section: `model` of the configuration."""
     layers = layers_of_kinds(section)
-    return sum(layers[kind] for kind in WITH_ENCODING)
+    return sum(layers[kind] for kind in layers if layer_called(kind).has_encoding)
 
 
-def encoded_features(section: Any) -> int:
-    """Features of a head that the encoding acts on; section: `model` of the configuration.
-
-    In mla layers half of head_dim, if nothing else is set, as in DeepSeek-V2 (arXiv 2405.04434).
-    """
-    head_dim = section.head_dim or section.hidden_size // section.num_attention_heads
-    if LATENT not in section.layers:
-        return head_dim
-    return section.qk_rope_head_dim or max(1, head_dim // 2)
+def features_of_head(section: Any) -> int:
+    """head_dim, also where it is not set; section: `model`. UserError if heads do not divide."""
+    hidden, heads = section.hidden_size, section.num_attention_heads
+    if section.head_dim is None and hidden % heads:
+        raise UserError(
+            f"hidden_size: {hidden} cannot be split over num_attention_heads = {heads};"
+            f" try hidden_size = {max(hidden // heads, 1) * heads}"
+        )
+    return section.head_dim or hidden // heads
 
 
 def shape_of(section: Any) -> Shape:
-    """The sizes that an encoding is built for; section: `model` of the configuration."""
-    heads, features = section.num_attention_heads, encoded_features(section)
+    """The sizes that an encoding is built for; section: `model` of the configuration.
+
+    UserError if layers of several kinds want others.
+    """
+    widths = {}
+    for name in layers_of_kinds(section):
+        kind = layer_called(name)
+        if kind.has_encoding:
+            widths[name] = kind.encoded_features(section)
+    if not widths:
+        raise UserError(
+            "layers: no layer has attention, which the encoding is for;"
+            " add attention to the pattern"
+        )
+    if len({*widths.values()}) > 1:
+        listed = " and ".join(f"{width} in {name}" for name, width in widths.items())
+        raise UserError(
+            f"layers: the encoding has one width, and would act on {listed} of a head's features;"
+            " give all the same"
+        )
+    heads, features = section.num_attention_heads, next(iter(widths.values()))
     return Shape(heads, features, section.hidden_size, section.seq_length)
 
 
@@ -88,12 +104,6 @@ def entries_of(section: Any) -> list[Entry]:
         return [Entry(section.pos_emb, dict(section.pos_emb_args))]
     items = enumerate(section.pos_emb_layers, 1)
     return [entry_of(f"pos_emb_layers: entry {number}", item) for number, item in items]
-
-
-def linear_entries(section: Any) -> list[Entry]:
-    """The encoding of layers with a state, if they have one; section: as of `layers_of_kinds`."""
-    item = section.linear_pos_emb
-    return [] if item is None else [entry_of("linear_pos_emb", item)]
 
 
 def entry_of(where: str, item: Any) -> Entry:
@@ -111,43 +121,3 @@ def name_of_layers(section: Any) -> str:
     if not section.pos_emb_layers:
         return section.pos_emb
     return ", ".join(str(entry) for entry in entries_of(section))
-
-
-def build_entry(
-    section: Any, entry: Entry, shape: Shape, options: Mapping[str, Any] | None = None
-) -> Position:
-    """The encoding of an entry; UserError for its options, naming the key.
-
-    options: in place of the entry's own
-    """
-    chosen = entry.options if options is None else options
-    try:
-        return build(entry.name, shape, **chosen)
-    except UserError as fault:
-        if not section.pos_emb_layers:
-            raise
-        raise UserError(f"pos_emb_layers: {fault}") from None
-
-
-def build_linear(section: Any) -> Position | None:
-    """The encoding of layers with a state; UserError for one that they cannot have.
-
-    section: `model` of the configuration
-    """
-    if section.linear_pos_emb is None:
-        return None
-    entry = entry_of("linear_pos_emb", section.linear_pos_emb)
-    head_dim = section.linear_key_head_dim or section.head_dim
-    head_dim = head_dim or section.hidden_size // section.num_attention_heads
-    shape = replace(shape_of(section), head_dim=head_dim)
-    try:
-        position = build(entry.name, shape, **entry.options)
-    except UserError as fault:
-        raise UserError(f"linear_pos_emb: {fault}") from None
-    if not position.only_rotates:
-        raise UserError(
-            f"linear_pos_emb: {entry.name} does not only turn queries and keys by their positions,"
-            " which alone a state can have; take rotary, or a change of its frequencies such as"
-            " p_rope or yarn"
-        )
-    return position

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import UserError
-from megatron.positions.base import DistanceBias, Position, Shape
+from megatron.positions.base import DistanceBias, Fork, Shape
 from megatron.positions.registry import build, listed, named, positive, register
 
 LEARNED = ("learned", "learned_shared")
@@ -48,7 +48,7 @@ class Mixture(DistanceBias):
     """
 
     # The authors' class stores what any parameterised mixture needs, used or not.
-    reference_unused = ("slopes", "weight", "bias_p", "bias_a")
+    fork = Fork(unused=("slopes", "weight", "bias_p", "bias_a"))
     log_weights: Tensor
 
     def __init__(
@@ -95,9 +95,9 @@ class Mixture(DistanceBias):
         return torch.logsumexp(log_terms, dim=0)
 
     @property
-    def published(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def is_published(self) -> bool:
         """Whether every kernel is in the forks' code."""
-        return all(cast(Position, kernel).published for kernel in self.kernels)
+        return all(kernel.is_published for kernel in self.inside)
 
     def paper_kernel(self, distance: Tensor) -> Tensor:
         """log of the sum of kernels, which underflows to -inf, as in the authors' two classes."""
@@ -128,7 +128,7 @@ class MepFree(Mixture):
     kernels, weights: as for mep
     """
 
-    reference_unused = ()
+    fork = Fork()
 
     __init__ = partialmethod(Mixture.__init__, kernels=("exp", {"exp": 0.5}, "gaussian"))
 
@@ -142,7 +142,7 @@ class MepParam(Mixture):
     kernels, weights: as for mep
     """
 
-    reference_unused = ("weight",)  # T5's table: see Mixture
+    fork = Fork(unused=("weight",))  # T5's table: see Mixture
 
     __init__ = partialmethod(Mixture.__init__, kernels=("gaussian", "kerple_log"))
 
@@ -156,7 +156,7 @@ class MepParamT5(Mixture):
     kernels, weights: as for mep
     """
 
-    reference_unused = ()
+    fork = Fork()
 
     __init__ = partialmethod(Mixture.__init__, kernels=("gaussian", "exp", "t5", "kerple_log"))
 

@@ -1,9 +1,10 @@
 """Keeps the numbers of an encoding in float32, whatever the dtype of the model around it."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from operator import attrgetter
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ class Float32Module(nn.Module):
     `bounds` names the learned parameters that live in an interval.
     """
 
-    bounds: ClassVar[dict[str, tuple[float, float]]] = {}
+    bounds: Mapping[str, tuple[float, float]] = {}
     origin: Tensor
     # Compute as the forks do: what the code around `rounded` says. Position sets it.
     paper_precision: bool = False
@@ -143,3 +144,15 @@ def at_least_float32(x: Tensor) -> Tensor:
 def without_autocast(x: Tensor) -> torch.autocast:
     """A context in which autocast rounds nothing on the device of x."""
     return torch.autocast(x.device.type, enabled=False)
+
+
+@contextmanager
+def in_float32_on_cpu() -> Iterator[None]:
+    """Build encodings, which compute fixed numbers, where a model is built without memory."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)

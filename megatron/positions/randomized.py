@@ -10,10 +10,7 @@ from megatron.errors import UserError
 from megatron.positions.base import EXACT, Around, Pair, Shape
 from megatron.positions.registry import build_inside, register, whole
 
-TRAITS = (
-    *("per_layer", "by_distance", "rotates", "stretches", "stretched_by"),
-    *("grouped_queries", "heads_per_query"),
-)
+TRAITS = ("per_layer", "by_distance", "grouped_queries", "heads_per_query")
 """Attributes that it has from the encoding inside."""
 
 
@@ -49,6 +46,8 @@ class Randomized(Around):
 
     def has(self, hook: str) -> bool:
         """Drawn positions turn a table by distance into a bias by index."""
+        if hook == "prepare":
+            return True
         if hook == "index_bias" and self.drawn is not None:
             has_table = self.inner.distance_bias(1) is not None
             return has_table or self.inner.has(hook)
@@ -76,6 +75,10 @@ class Randomized(Around):
     @property
     def movable(self) -> bool:
         return self.inner.movable
+
+    @property
+    def stretch_fault(self) -> str | None:
+        return self.inner.stretch_fault
 
     def distance_bias(self, length: int) -> Tensor | None:
         if self.drawn is not None:

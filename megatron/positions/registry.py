@@ -1,11 +1,9 @@
 """Every encoding by its name in the YAML key `pos_emb`, and how one is built from its options."""
 
 import ast
-import errno
 import hashlib
 import inspect
 import math
-import os
 import re
 import sys
 import types
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import UserError, did_you_mean, fault_in
+from megatron.layer_kinds import load_installed
 from megatron.positions.base import DistanceBias, Position, Shape, WrongEncoding
 
 REGISTRY: dict[str, type[Position]] = {}
@@ -74,20 +73,12 @@ def register(name: str, *, aliases: Sequence[str] = ()) -> Callable[[type], type
 def load_file(path: str | Path) -> str:
     """Run a user's own Python file, which registers its encodings, and return its text.
 
-    A text runs once in a process. UserError if the file cannot be read or run, if it registers
-    nothing or a name that is taken, or if it has changed since it was loaded. sys.exit in it is
-    such a fault; os._exit cannot be caught.
+    A text runs once in a process. UserError if the file cannot be read or run, or if it registers
+    nothing or a name that is taken.
     """
     path = str(path)
     try:
-        # Not by megatron.files: an exported model carries this file, and that one does not.
-        if os.path.exists(path) and not os.path.isfile(path):  # a pipe or a device may never end
-            raise OSError(errno.EINVAL, "it is no regular file")
-        with open(path, "rb") as file:
-            content = file.read(LARGEST_USER_FILE + 1)
-        if len(content) > LARGEST_USER_FILE:
-            raise OSError(errno.EFBIG, f"it has more than {LARGEST_USER_FILE:,} bytes")
-        text = content.decode("utf-8")
+        text = Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as fault:
         reason = getattr(fault, "strerror", None) or "it is not text"
         raise UserError(
@@ -96,10 +87,6 @@ def load_file(path: str | Path) -> str:
     digest = syntax_fingerprint(text)
     if digest in FILES:
         return text
-    if Path(path).resolve() in (Path(loaded).resolve() for loaded in FILES.values()):
-        raise UserError(
-            f"pos_emb_file: {path} was changed after this process had loaded it; start again"
-        )
     before = dict(REGISTRY), dict(ALIASES)
     module = types.ModuleType(f"pos_emb_file_{digest[:12]}")
     module.__file__ = path
@@ -196,26 +183,16 @@ def options_of(encoding: str | type[Position]) -> dict[str, inspect.Parameter]:
                 options.setdefault(parameter.name, parameter)
         if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters):
             break
-    for key in encoding.draws:
+    for key in getattr(encoding, "draws", ()):  # of KERPLE's kernels
         drawn = inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None)
         options.setdefault(key, drawn)
     return options
 
 
-def defaults_of(name: str) -> dict[str, Any]:
-    """Defaults of the options of an encoding, those of earlier spellings included."""
-    defaults = {key: option.default for key, option in options_of(name).items()}
-    return {**encoding_called(name).earlier, **defaults}
-
-
-def in_earlier_spelling(name: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Name and all options of an encoding: yarn {factor: 4} is rotary {scaling: yarn, …}."""
-    encoding = encoding_called(name)
-    base = name
-    if encoding.joined_as is not None:
-        base = next(key for key, kind in REGISTRY.items() if issubclass(encoding, kind))
-    joined_as = encoding.joined_as or {}
-    return base, {**defaults_of(base), **defaults_of(name), **joined_as, **options}
+def defaults_of(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults of the options that an encoding takes beside some options."""
+    encoding, _ = encoding_called(name).joined(options)
+    return {key: option.default for key, option in options_of(encoding).items()}
 
 
 def named(option: str, item: Any) -> tuple[str, dict[str, Any]]:
@@ -237,12 +214,6 @@ def named(option: str, item: Any) -> tuple[str, dict[str, Any]]:
 def build(name: str, shape: Shape, **options: Any) -> Position:
     """The encoding `name` for a model of this shape; UserError for a bad name, option or value."""
     encoding = encoding_called(name)
-    choices = defaults_of(name)
-    for option in options:
-        if option not in choices:
-            raise UserError(
-                f"pos_emb_args: {name} takes no option {option!r}; {suggestion(option, choices)}"
-            )
     for option, parameter in options_of(name).items():
         if parameter.default is parameter.empty and option not in options:
             raise UserError(
@@ -251,12 +222,14 @@ def build(name: str, shape: Shape, **options: Any) -> Position:
             )
     try:
         encoding, options = encoding.joined(options)
-        parameters = options_of(encoding)
+        choices = options_of(encoding)
         for option, value in options.items():
-            if isinstance(parameters[option].default, bool) and not isinstance(value, bool):
+            if option not in choices:
+                raise UserError(f"takes no option {option!r}; {suggestion(option, choices)}")
+            if isinstance(choices[option].default, bool) and not isinstance(value, bool):
                 raise UserError(f"{option}: {value!r} is not true or false")
         position = encoding(shape, **options)
-        position.options = options
+        position.registered_name, position.options = name, options
     except UserError as fault:
         raise UserError(f"pos_emb_args: {name}: {fault}") from None
     if "shape" not in vars(position):
@@ -270,8 +243,13 @@ def build(name: str, shape: Shape, **options: Any) -> Position:
 
 
 def encoding_called(name: str) -> type[Position]:
-    """The class registered under `name` or under a fork's spelling of it."""
+    """The class registered under `name` or under a fork's spelling of it.
+
+    Installed packages bring more by the group `megatron.positions` of entry points.
+    """
     registered = ALIASES.get(name, name)
+    if registered not in REGISTRY:
+        load_installed("megatron.positions", registered)
     if registered not in REGISTRY:
         raise UserError(f"pos_emb: no encoding is called {name!r}; {suggestion(name, REGISTRY)}")
     return REGISTRY[registered]

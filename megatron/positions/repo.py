@@ -28,7 +28,7 @@ class RePo(Position):
 
     per_layer = True
     grouped_queries = False
-    by_token = True
+    in_parts = ("on_queries_keys_by_content",)
     frequencies: Tensor
 
     def __init__(

@@ -24,8 +24,8 @@ class RopePP(Rotary):
     """
 
     heads_per_query = 2
-    published = only_rotates = False
-    reference_names = {}
+    only_rotates = False
+    fork = None
 
     def on_queries_keys_at(
         self, q: Tensor, k: Tensor, query: Tensor, key: Tensor, **place: Any

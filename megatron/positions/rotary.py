@@ -7,49 +7,40 @@ Feature pairs are laid out as in GPT-NeoX: feature j turns with feature j + dim/
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.errors import UserError
-from megatron.positions.base import Pair, Shape, Turning
+from megatron.positions.base import Fork, Pair, Shape, Turning
 from megatron.positions.frequencies import LEAST_BASE, inverse_frequencies
-from megatron.positions.registry import chosen, listed, options_of, positive, register, whole
+from megatron.positions.registry import (
+    chosen,
+    encoding_called,
+    listed,
+    options_of,
+    positive,
+    register,
+    whole,
+)
 
 
 @register("rotary", aliases=("rope",))
 class Rotary(Turning):
     """Rotate queries and keys by position · base^(-2j/dim), so that q·k depends on distance alone.
 
-    p_rope, clipped_rope, resonance, pi, ntk, by_parts, yarn, llama3 and longrope change its
-    frequencies. Several act together in the earlier spelling, which rope_pp reads too: {fraction:
-    0.75, resonance: true, scaling: yarn, factor: 4}, where `scaling: linear` is pi.
+    pi, ntk, by_parts, yarn, llama3 and longrope change its frequencies for longer texts. It takes
+    their options beside `scaling`, as Hugging Face spells them: {scaling: yarn, factor: 4}, where
+    `linear` is pi. So do p_rope, clipped_rope, resonance and rope_pp.
 
     rotary_pct: fraction of head_dim that turns; base: slowest wavelength / 2π
     interleaved: whether feature 2j turns with 2j + 1 (GPT-J), and not j with j + dim/2 (GPT-NeoX)
     """
 
-    published = True
     only_rotates = True
-    draws_positions = False
-    reference_names = {"inv_freq": "inv_freq"}
-    earlier: ClassVar[dict[str, Any]] = {
-        "fraction": 1.0,
-        "clipped": 0,
-        "resonance": False,
-        "scaling": "none",
-        "factor": 1.0,
-        "original_length": None,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": True,
-        "attention_factor": None,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "long_factor": None,
-        "short_factor": None,
-    }
+    in_parts = ("prepare",)  # which draws nothing
+    fork = Fork({"inv_freq": "inv_freq"})
     trained_amplitude: float = 1.0  # a factor of queries and keys, so that scores get its square
     trained_short_length: int = 0  # up to which short_frequencies hold
     short_frequencies: Tensor | None = None
@@ -70,12 +61,17 @@ class Rotary(Turning):
         self.dim = even(int(shape.head_dim * rotary_pct), described)
         self.base = positive("base", base, least=LEAST_BASE)
         self.turn = partial(rotate, interleaved=interleaved)
-        scalings = [name for name, kind in SCALINGS.items() if isinstance(self, kind)]
-        self.stretched_by = scalings[-1] if len(scalings) > 1 else None
-        self.stretches = self.stretched_by is None and self.dim > 2
+        self.stretched_by = scaling_of(type(self)) if isinstance(self, Stretched) else None
         self.scaling: dict[str, Any] = {}  # of `use_scaling`
         self.is_short = False
         self._turn_as(self)
+
+    @property
+    def stretch_fault(self) -> str | None:
+        """See Position."""
+        if self.stretched_by is not None:
+            return f"it is stretched already (scaling: {self.stretched_by}); take another method"
+        return None if self.dim > 2 else "it turns one pair of features, which cannot be stretched"
 
     def frequencies(self, base: float) -> Tensor:
         """Frequencies for a base, of long texts where they differ: [dim / 2] float64."""
@@ -88,9 +84,10 @@ class Rotary(Turning):
     @classmethod
     def changeable(cls, options: Mapping[str, Any]) -> dict[str, Any]:
         """See Position. Which features turn does not change, nor what follows from the length."""
-        names = {*options_of(cls), *cls.earlier} - {"rotary_pct", "interleaved"}
         if options.get("scaling") == "dynamic":
             return {}
+        names = {"scaling"}.union(options_of(cls), *map(options_of, SCALINGS.values()))
+        names -= {"rotary_pct", "interleaved"}
         return {name: value for name, value in options.items() if name in names}
 
     def use_scaling(self, options: Mapping[str, Any]) -> None:
@@ -163,61 +160,31 @@ class Rotary(Turning):
 
     @classmethod
     def joined(cls, options: Mapping[str, Any]) -> tuple[type["Rotary"], dict[str, Any]]:
-        """This class with the relatives that earlier options name, and the options that it takes.
-
-        Raises UserError for options that none of them takes.
-        """
-        rest = {
-            name: value
-            for name, value in options.items()
-            if name not in cls.earlier or value != cls.earlier[name]
-        }
+        """The class of these options, which `scaling` may change, and those that it takes."""
+        rest = dict(options)
         scaling = chosen("scaling", rest.pop("scaling", "none"), SCALINGS)
-        resonance = rest.pop("resonance", False)
-        if resonance not in (True, False):
-            raise UserError(f"resonance: {resonance!r} is not true or false")
-        relatives = [SCALINGS[scaling]]
-        if resonance:
-            relatives.insert(0, Resonance)
-        if "fraction" in rest:
-            relatives.insert(0, PRope)
-        if "clipped" in rest:
-            relatives.insert(0, ClippedRope)
-        kinds = [relative for relative in relatives if not issubclass(cls, relative)]
-        if cls is not Rotary or not kinds:
-            kinds.insert(0, cls)
-        kind: type[Rotary] = kinds[0]
-        if len(kinds) > 1:
-            kind = type(cls.__name__, tuple(kinds), {})
+        kind = SCALINGS[scaling]
+        if issubclass(cls, kind):
+            kind = cls
+        elif not issubclass(kind, cls):
+            kind = type(cls.__name__, (cls, kind), {})
         takes = options_of(kind)
-        for name, value in rest.items():
-            if name not in takes:
-                effective = [key for key, other in SCALINGS.items() if name in options_of(other)]
-                raise UserError(
-                    f"{name}: {value} has no effect with scaling: {scaling};"
-                    f" choose {' or '.join(effective)}, or leave it out"
-                )
+        for name in rest.keys() - takes.keys():
+            if any(name in options_of(other) for other in SCALINGS.values()):
+                raise UserError(f"{name}: {rest[name]} has no effect with scaling: {scaling}")
         if "factor" in takes:
             rest.setdefault("factor", 1.0)
         return kind, rest
 
 
-class Relative(Rotary):
-    """Rotary with other frequencies; `joined_as` is its earlier spelling."""
-
-    earlier = {}
-
-
 @register("p_rope")
-class PRope(Relative):
+class PRope(Rotary):
     """Rotary of which the fastest frequencies alone turn (p-RoPE, arXiv 2410.06205).
 
     The other features carry content without positions. Unlike rotary_pct, it changes no frequency.
 
     fraction: fraction of the frequencies that turn
     """
-
-    joined_as = {}
 
     def __init__(self, shape: Shape, *, fraction: float = 0.75, **rotary: Any) -> None:
         self.fraction = fraction
@@ -230,7 +197,7 @@ class PRope(Relative):
 
 
 @register("clipped_rope")
-class ClippedRope(Relative):
+class ClippedRope(Rotary):
     """Rotary whose slowest frequencies fade to 0 by half a cosine (CoPE, arXiv 2602.05258).
 
     The frequencies of the last `clipped` pairs are multiplied by (1 + cos(π m / (clipped - 1))) / 2
@@ -239,8 +206,6 @@ class ClippedRope(Relative):
 
     clipped: how many pairs; null for those that turn less than once within seq_length
     """
-
-    joined_as = {}
 
     def __init__(self, shape: Shape, *, clipped: int | None = None, **rotary: Any) -> None:
         self.clipped = clipped
@@ -259,20 +224,18 @@ class ClippedRope(Relative):
 
 
 @register("resonance")
-class Resonance(Relative):
+class Resonance(Rotary):
     """Rotary with wavelengths of whole tokens: frequency 2π / round(2π / θ) (arXiv 2403.00071).
 
     Resonance RoPE, equation 6.
     """
-
-    joined_as = {"resonance": True}
 
     def turning(self, frequencies: Tensor) -> Tensor:
         wavelengths = 2 * math.pi / frequencies
         return super().turning(2 * math.pi / wavelengths.round())
 
 
-class Stretched(Relative):
+class Stretched(Rotary):
     """Rotary for longer texts.
 
     factor: length of the texts, as a multiple of original_length
@@ -305,8 +268,6 @@ class Stretched(Relative):
 class Interpolation(Stretched):
     """Rotary at position / factor: position interpolation (arXiv 2306.15595)."""
 
-    joined_as = {"scaling": "linear"}
-
     def frequencies(self, base: float) -> Tensor:
         return super().frequencies(base) / self.factor
 
@@ -318,8 +279,6 @@ class Ntk(Stretched):
     Hugging Face's `dynamic` is rotary with {scaling: dynamic, factor: …}: early tokens depend on
     the length of the text. `evaluate.py --method dynamic_ntk` has a form without this fault.
     """
-
-    joined_as = {"scaling": "ntk"}
 
     def frequencies(self, base: float) -> Tensor:
         if self.dim < 4:
@@ -385,8 +344,6 @@ class ByParts(Partly):
     truncate: whether the ramp between them begins and ends at whole features
     """
 
-    joined_as = {"scaling": "by_parts"}
-
     def __init__(
         self,
         shape: Shape,
@@ -418,8 +375,6 @@ class ByParts(Partly):
 class Yarn(ByParts):
     """by_parts with queries and keys times 0.1 ln(factor) + 1 (YaRN, arXiv 2309.00071)."""
 
-    joined_as = {"scaling": "yarn"}
-
     @property
     def usual_amplitude(self) -> float:
         """Section 3.4: temperature t is √(1/t) = 0.1 ln(factor) + 1 on queries and on keys."""
@@ -432,8 +387,6 @@ class Llama3(Partly):
 
     high_freq_factor, low_freq_factor: as beta_fast and beta_slow for by_parts
     """
-
-    joined_as = {"scaling": "llama3"}
 
     def __init__(
         self,
@@ -466,7 +419,6 @@ class LongRope(Stretched):
     short_factor: divisors in all other texts
     """
 
-    joined_as = {"scaling": "longrope"}
     movable = False  # the frequencies of training depend on the length of the text
 
     def __init__(
@@ -518,8 +470,28 @@ SCALINGS: dict[str, type[Rotary]] = {
     "yarn": Yarn,
     "llama3": Llama3,
     "longrope": LongRope,
+    "clipped_rope": ClippedRope,
 }
-"""Values of the earlier option `scaling`."""
+"""Values of the option `scaling`."""
+
+
+def scaling_of(encoding: type[Rotary]) -> str:
+    """The last of SCALINGS that a class is."""
+    *_, scaling = [name for name, kind in SCALINGS.items() if issubclass(encoding, kind)]
+    return scaling
+
+
+def spelled_out(name: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """An encoding by all of its options, relatives of rotary as `scaling` of it.
+
+    So yarn {factor: 4} and rotary {scaling: yarn, factor: 4} are the same.
+    """
+    encoding, chosen_options = encoding_called(name).joined(options)
+    spelled = {key: option.default for key, option in options_of(encoding).items()} | chosen_options
+    if not (issubclass(encoding, Rotary) and encoding.only_rotates):
+        return name, spelled
+    spelled |= {"scaling": scaling_of(encoding), "resonance": issubclass(encoding, Resonance)}
+    return "rotary", spelled
 
 
 def falling(options: Mapping[str, float]) -> tuple[float, float]:

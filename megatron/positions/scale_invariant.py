@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from megatron.positions.base import DistanceBias, Shape
+from megatron.positions.base import KERNEL, DistanceBias, Shape
 from megatron.positions.registry import positive, register
 
 
@@ -19,7 +19,7 @@ class ScaleInvariant(DistanceBias):
     tau: distance up to which scores change little
     """
 
-    claims = ("zero_at_0", "never_rises", "conditionally_positive_definite")
+    claims = KERNEL
 
     def __init__(self, shape: Shape, *, tau: float = 10.0) -> None:
         super().__init__(shape)

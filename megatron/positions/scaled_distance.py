@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron.errors import UserError
 from megatron.positions.alibi import alibi_slopes
-from megatron.positions.base import EXACT, DistanceBias, Shape
+from megatron.positions.base import EXACT, DistanceBias, Fork, Shape
 from megatron.positions.kerple import FLOOR, POSITIVE, Kerple
 from megatron.positions.per_head import Given
 from megatron.positions.registry import chosen, positive, register, whole
@@ -44,9 +44,8 @@ class ScaledDistance(Kerple, DistanceBias):
         random weights that are the same in every run (fixed, as the authors') or learned
     """
 
-    published = True
-    draws = {"a": 1.0}
-    bounds = {"a": POSITIVE}
+    fork = Fork()
+    draws = {"a": (1.0, POSITIVE)}
     a: Tensor
 
     def __init__(

@@ -25,8 +25,6 @@ class Sum(Position):
     parts: a list of encodings, each a name or {name: {options}}; they act in this order
     """
 
-    draws_positions = False  # each part says it of itself
-
     def __init__(self, shape: Shape, *, parts: Sequence[Any]) -> None:
         super().__init__(shape)
         self.parts = nn.ModuleList()
@@ -37,30 +35,21 @@ class Sum(Position):
                     "parts: sum cannot be inside itself; name the encodings in one list"
                 )
             self.parts.append(build(name, shape, **options))
-        parts_with = {
-            hook: [part for part in self._parts if part.has(hook)]
-            for hook in (
-                "score_bias",
-                "on_queries_keys_by_content",
-                "block_scores",
-            )
-        }
-        rotating = [part for part in self._parts if part.rotates]
-        self.per_layer = any(part.per_layer for part in self._parts)
-        self.rotates = bool(rotating)
-        self.by_distance = all(part.by_distance for part in self._parts)
-        self.grouped_queries = all(part.grouped_queries for part in self._parts)
-        self.heads_per_query = max(part.heads_per_query for part in self._parts)
-        self.score_rank = sum(part.score_rank for part in parts_with["score_bias"])
-        self.sums_over_tokens = all(part.sums_over_tokens for part in parts_with["score_bias"])
-        by_content = parts_with["on_queries_keys_by_content"]
-        self.by_token = all(part.by_token for part in by_content)
-        self.stretches = bool(rotating) and all(part.stretches for part in rotating)
-        for part in reversed(self._parts):
-            self.crosses_documents = part.crosses_documents or self.crosses_documents
-            self.stretched_by = part.stretched_by or self.stretched_by
-            self.score_width = part.score_width
-        if len(parts_with["block_scores"]) > 1:
+        parts = self._parts
+        self.per_layer = any(part.per_layer for part in parts)
+        self.by_distance = all(part.by_distance for part in parts)
+        self.grouped_queries = all(part.grouped_queries for part in parts)
+        self.heads_per_query = max(part.heads_per_query for part in parts)
+        self.score_rank = sum(part.score_rank for part in parts if part.has("score_bias"))
+        self.score_width = parts[0].score_width
+        reasons = [part.crosses_documents for part in parts if part.crosses_documents is not None]
+        self.crosses_documents = reasons[0] if reasons else None
+        self.in_parts = tuple(
+            hook
+            for hook in {hook: None for part in parts for hook in part.in_parts}
+            if all(hook in part.in_parts for part in parts if part.has(hook))
+        )
+        if sum(part.has("block_scores") for part in parts) > 1:
             raise UserError("parts: only one part can give the scores themselves; keep one of them")
         for part in self._parts[1:]:
             if part.score_width != 1:
@@ -70,6 +59,12 @@ class Sum(Position):
 
     def has(self, hook: str) -> bool:
         return any(part.has(hook) for part in self._parts)
+
+    @property
+    def stretch_fault(self) -> str | None:
+        turning = [part for part in self._parts if part.rotates] or [self._parts[0]]
+        faults = [part.stretch_fault for part in turning]
+        return next((fault for fault in faults if fault is not None), None)
 
     def prepare(self, length: int) -> None:
         for part in self._parts:

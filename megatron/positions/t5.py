@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from megatron.positions.base import EXACT, DistanceBias, Shape
+from megatron.positions.base import EXACT, DistanceBias, Fork, Shape
 from megatron.positions.registry import register, whole
 
 
@@ -17,8 +17,7 @@ class T5(DistanceBias):
     max_distance: distance at which the last bucket begins
     """
 
-    published = True
-    reference_names = {"weight": "weight"}
+    fork = Fork({"weight": "weight"})
 
     def __init__(self, shape: Shape, *, num_buckets: int = 32, max_distance: int = 128) -> None:
         super().__init__(shape)

@@ -34,7 +34,7 @@ class Wall(Position):
 
     per_layer = True
     grouped_queries = False
-    sums_over_tokens = True
+    in_parts = ("score_bias",)
 
     def __init__(
         self,

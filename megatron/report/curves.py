@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import matplotlib.style
 import numpy as np
@@ -48,22 +47,19 @@ LOOKS: dict[str, list[str]] = yaml.safe_load(
     Path(__file__).with_name("looks.yml").read_text(encoding="utf-8")
 )
 COLOURS = sorted({colour for colour, _ in LOOKS.values()})
-MARKERS = "X*ph"  # for encodings that looks.yml lacks
 DASHES = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 3)))
 
 
 def looks(encodings: Sequence[str]) -> list[dict[str, Any]]:
     """Colour, marker and dashes of the curves of a figure, as arguments of matplotlib's plot.
 
-    encodings: that of each curve. It gives marker and colour, from looks.yml or a hash of the name;
+    encodings: that of each curve. It gives marker and colour, grey for what looks.yml lacks;
     further curves of a colour have other dashes. Curves of one encoding have a colour each.
     """
     styles = []
     uses: Counter[str] = Counter()
     for number, encoding in enumerate(encodings):
-        code = crc32(encoding.encode())
-        by_hash = [COLOURS[code % len(COLOURS)], MARKERS[code % len(MARKERS)]]
-        colour, marker = LOOKS.get(encoding, by_hash)
+        colour, marker = LOOKS.get(encoding, (GREY, "X"))
         if len({*encodings}) == 1 < len(encodings):
             colour = COLOURS[number % len(COLOURS)]
         dashes = DASHES[uses[colour] % len(DASHES)]
@@ -108,8 +104,8 @@ def losses_by_position(rows: Sequence[Row]) -> pd.DataFrame:
     points = []
     for row in measured:
         if row["length"] == longest:
-            middles, losses = half_octaves(row["position_edges"], row["position_losses"])
-            points += zip(middles, losses, strict=True)
+            edges, losses = row.get("position_edges", []), row.get("position_losses", [])
+            points += zip(*half_octaves(edges, losses), strict=True)
     return curve(points)
 
 
@@ -126,6 +122,8 @@ def plot_results(
 ) -> None:
     """Draw perplexity against length, or token accuracy, in a panel for each text and protocol.
 
+    Of one text by position, the loss by position.
+
     over_seeds: a curve for each encoding instead of each run
     over_training: against the step, in a panel for each length
     """
@@ -138,27 +136,33 @@ def plot_results(
         figure = draw_over_training(rows, over_seeds=over_seeds)
     elif True in are_tasks:
         figure = draw_accuracy(texts, title or "Token accuracy beyond the training length")
+    elif len(texts) == 1 and all(row.get("position_losses") for row in rows):
+        (groups,) = texts.values()
+        figure = draw_by_position(groups, next(iter(groups)))
     else:
         title = title or "Perplexity beyond the training length"
         figure = draw_perplexity(*texts.values(), title=title)
     write(figure, path)
 
 
+def perplexities(axis: str, groups: Groups, key: str, without: Collection[str] = ()) -> Panel:
+    """Perplexity by a key of rows; without: labels to leave out."""
+    curves = {}
+    for label in groups.keys() - without:
+        curves[label] = curve((row[key], row["perplexity"]) for row in groups[label])
+    protocols = {row.get("protocol") for rows in groups.values() for row in rows}
+    return Panel(axis, groups, curves, protocols.isdisjoint(OTHER_TEXT))
+
+
 def draw_perplexity(*texts: Groups, without: Collection[str] = (), title: str = "") -> Figure:
     """Curves of perplexity by length, in a panel for each text; without: labels to leave out."""
-    panels = []
-    for groups in texts:
-        curves = {}
-        for label in groups.keys() - without:
-            curves[label] = curve((row["length"], row["perplexity"]) for row in groups[label])
-        protocols = {row.get("protocol") for rows in groups.values() for row in rows}
-        joined = protocols.isdisjoint(OTHER_TEXT)
-        panels.append(Panel("evaluation length (tokens)", groups, curves, joined))
+    axis = "evaluation length (tokens)"
+    panels = [perplexities(axis, groups, "length", without) for groups in texts]
     return draw(panels, "perplexity", title)
 
 
 def draw_over_training(rows: Sequence[Row], *, over_seeds: bool = False) -> Figure:
-    """Curves of perplexity by training step: of a run a curve for each length, else panels."""
+    """Curves of perplexity by training step, in a panel for each length."""
     panels: dict[str, dict[str, list[Row]]] = {}  # of each panel its curves' rows by label
     for members in sections(rows).values():
         # A stage changes other facts of a row, so a run is called by its last one.
@@ -170,16 +174,9 @@ def draw_over_training(rows: Sequence[Row], *, over_seeds: bool = False) -> Figu
         for label, examples in labelled.items():
             measured = [row for example in examples for row in run_of[id(example)]]
             for row in sorted(measured, key=lambda row: row["length"]):
-                axis, name = f"step, at {row['length']} tokens", label
-                if len(labelled) == 1:
-                    axis, name = f"step of {label}", f"{row['length']} tokens"
-                panels.setdefault(axis, {}).setdefault(name, []).append(row)
-    drawn = []
-    for axis, groups in panels.items():
-        curves = {}
-        for name, measured in groups.items():
-            curves[name] = curve((row["step"], row["perplexity"]) for row in measured)
-        drawn.append(Panel(axis, groups, curves))
+                axis = f"step, at {row['length']} tokens"
+                panels.setdefault(axis, {}).setdefault(label, []).append(row)
+    drawn = [perplexities(axis, groups, "step") for axis, groups in panels.items()]
     return draw(drawn, "perplexity", "Perplexity over training", by_step=True)
 
 
@@ -229,9 +226,10 @@ def draw(
             if left_out := [label for label in panel.groups if label not in curves]:
                 heading = f"{heading}; not drawn: {'; '.join(left_out)}"
 
-            if means.max() > WIDE * means.min() > 0:
+            lowest, highest = min(means, default=0), max(means, default=0)
+            if highest > WIDE * lowest > 0:
                 axes.set_yscale("log")
-                if means.max() < 1000 * means.min():
+                if highest < 1000 * lowest:
                     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
                 axes.yaxis.set_major_formatter("{x:g}")
             axes.set(xlabel=panel.axis, ylabel=quantity)

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
@@ -87,9 +88,8 @@ def draw(panels: Sequence[Panel], title: str) -> Figure:
             # Every near distance, then fewer: evenly spaced on a logarithmic axis.
             spread = torch.logspace(0, math.log10(length - 1), 100 if heads > 1 else 500)
             distances = torch.cat([torch.zeros(1), spread]).round().long().unique()
-            for head, line in enumerate(values[:, distances]):
-                colour = colours.to_rgba(head) if heads > 1 else "black"
-                axes.plot(distances, line, linewidth=1.1, color=colour)
+            axes.set_prop_cycle(color=colours.to_rgba(np.arange(heads)) if heads > 1 else ["black"])
+            axes.plot(distances, values[:, distances].T, linewidth=1.1)
             axes.set_xscale("symlog", linthresh=1)
             axes.xaxis.set_major_formatter("{x:.0f}")
             axes.set(xlim=(0, length), xlabel="distance d (tokens)", title=heading)

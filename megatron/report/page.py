@@ -3,7 +3,7 @@
 import base64
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from megatron.errors import UserError
 from megatron.files import check_output, write_output
 from megatron.protocols import description
 from megatron.report.curves import (
-    curve,
     draw_accuracy,
     draw_by_position,
     draw_perplexity,
@@ -88,8 +87,10 @@ def _section(heading: str, members: Sequence[Row], against: str | None, prefix: 
     for label, group in groups.items():
         highest[label] = max(filter(None, (row["perplexity"] for row in group)), default=math.inf)
     far = [label for label in groups if highest[label] >= 2 * min(highest.values())]
-    # Accuracies are compared by tools/compare.py.
-    reference = None if protocol == TASK else reference_of(groups, against)
+    reference = None
+    if protocol != TASK:  # accuracies are compared by tools/compare.py
+        named = against is not None and matching(against, groups)
+        reference = select(against or "", groups) if named else next(iter(groups))
     figures = {}
     if protocol == TASK:
         figures["accuracy"] = draw_accuracy({heading: groups})
@@ -118,23 +119,6 @@ def _section(heading: str, members: Sequence[Row], against: str | None, prefix: 
     return section
 
 
-def reference_of(groups: Mapping[str, Sequence[Row]], against: str | None) -> str | None:
-    """The group that `--against` names; without it or a match, the lowest of them.
-
-    The lowest at the longest length that has a number, of the groups with most seeds: only against
-    several seeds can there be a claim about an encoding. UserError if several groups match.
-    """
-    if against is not None and matching(against, groups):
-        return select(against, groups)
-    candidates = []
-    for label, rows in groups.items():
-        seeds = {row.get("seed") for row in rows}
-        points = curve((row["length"], row["perplexity"]) for row in rows)
-        for length, mean in points["mean"].iloc[-1:].items():
-            candidates.append((-len(seeds), -length, mean, label))
-    return min(candidates)[-1] if candidates else None
-
-
 # --- Files ---
 
 
@@ -152,7 +136,8 @@ def write_page(
         picture(figure, ".svg")
     ).decode()
     text = environment.get_template("page.html").render(sections=page, title=title)
-    for section, suffix in itertools.product(page if plots else (), PICTURES):
-        for name, figure in section.figures.items():
-            write(figure, plots / f"{name}{suffix}")
+    if plots is not None:
+        for section, suffix in itertools.product(page, PICTURES):
+            for name, figure in section.figures.items():
+                write(figure, plots / f"{name}{suffix}")
     write_output(path, text.encode(), MARK)

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from megatron.errors import UserError, control_fault, in_words
-from megatron.files import read_small, stream, write_output
+from megatron.files import read_small, write_output
 from megatron.results.row import Facts, Row, measurement_of
 from megatron.strict_json import parse
 
@@ -44,8 +44,7 @@ def write_results(path: Path, rows: Sequence[Row]) -> None:
 
 def existing_results(path: Path) -> list[Row]:
     """The rows of a file; none if it is absent or empty. A device or a pipe is only written."""
-    is_read = path.exists() and not stream(path) and path.stat().st_size > 0
-    return read_rows([path]) if is_read else []
+    return read_rows([path]) if path.is_file() and path.stat().st_size > 0 else []
 
 
 def read_rows(paths: Iterable[str | Path]) -> list[Row]:

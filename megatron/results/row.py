@@ -43,7 +43,7 @@ class Variant(TypedDict, total=False):
     dtype: str  # of the model's matrices
 
 
-OPTION_TYPES = {name: OPTIONS[name].kind for name in PROTOCOL_OPTIONS}
+OPTION_TYPES = dict.fromkeys(PROTOCOL_OPTIONS, int)
 ProtocolOptions = TypedDict("ProtocolOptions", OPTION_TYPES, total=False)  # pyright: ignore
 
 

@@ -16,16 +16,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from megatron.errors import UserError, in_words, visible
+from megatron.errors import UserError, in_words
 from megatron.parallel.grid import free_port
 from megatron.sweeps.cells import Cell, Sweep, described, load_sweep, state_of
 from megatron.sweeps.runner import SIGNALS, Runner
 
 ATTEMPTS = 3  # of a cell whose jobs end without a further checkpoint
 PATIENCE = 120.0  # seconds: NFS keeps the locks of a dead node for 90
-CONNECTION = 10.0  # seconds in which a cluster must answer
 PAUSE = 5.0  # seconds between two questions to Slurm, whose users share one controller
 TIME_LIMITS = 1000  # after which submitit no longer queues a job again
 
@@ -70,7 +68,6 @@ class Ray:
     def __init__(self, work: Work, options: dict[str, Any]) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         self.ray, self.work = importlib.import_module("ray"), work
-        check_answers(os.environ.get("RAY_ADDRESS", ""))
         self.ray.init(log_to_driver=False)
         if not options:
             device = "num_gpus" if "GPU" in self.ray.cluster_resources() else "num_cpus"
@@ -91,19 +88,6 @@ class Ray:
             self.ray.cancel(job)
 
 
-def check_answers(address: str) -> None:
-    """Raises UserError if nothing listens at an address of Ray, which would try for minutes."""
-    try:
-        place = urlsplit(address if "://" in address else f"//{address}")
-        if place.hostname and place.port:  # `auto` and `local` have no port
-            socket.create_connection((place.hostname, place.port), timeout=CONNECTION).close()
-    except (OSError, ValueError) as fault:
-        raise UserError(
-            f"RAY_ADDRESS: no cluster answers at {address} ({in_words(fault)}) - start one there"
-            " (ray start --head), or unset RAY_ADDRESS to use this machine"
-        ) from None
-
-
 class Slurm:
     """Jobs by the names of their cells, whose logs are in the sweep's folder.
 
@@ -111,11 +95,12 @@ class Slurm:
     """
 
     def __init__(self, work: Work, options: dict[str, Any]) -> None:
-        if not isinstance(options.get("time"), int):
-            raise ValueError("give the limit of one job: --launcher-args time=MINUTES")
         nodes, on_each = options.get("nodes", 1), options.get("ntasks_per_node", 1)
-        if not (isinstance(nodes, int) and isinstance(on_each, int)):
-            raise ValueError("nodes and ntasks_per_node must be whole numbers, such as nodes=2")
+        if not all(isinstance(number, int) for number in (options.get("time"), nodes, on_each)):
+            raise ValueError(
+                "give the limit of one job, --launcher-args time=MINUTES; nodes and"
+                " ntasks_per_node are whole numbers too"
+            )
         alone = ("--overlap", "--nodes=1", "--ntasks=1")
         starter = ("srun", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes * on_each}")
         starter += (f"--ntasks-per-node={on_each}", "--wait=60")
@@ -202,7 +187,7 @@ def run_on(
                 state = state_of(cell)
                 text = f"{cell.name}: {described(cell, state)}"
                 if note and state.kind != "done":
-                    text += f" ({visible(note.strip().splitlines()[-1])})"
+                    text += f" ({note.strip().splitlines()[-1]})"
                 progress = (cell.name, state.step, len(state.missing))
                 attempts[progress] += 1
                 has_lost_job = state.kind in ("waiting", "stopped", "trained")

@@ -5,7 +5,6 @@ import errno
 import os
 import queue
 import signal
-import stat
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ import torch
 from filelock import Timeout
 
 from megatron.checkpoints.saved import keep_weights_only
-from megatron.errors import UserError, visible
+from megatron.errors import UserError
 from megatron.files import ROOT, write_text
 from megatron.parallel.die_with_parent import die_with_parent
 from megatron.parallel.grid import free_port
@@ -27,9 +26,6 @@ from megatron.sweeps.cells import Cell, is_trained, state_of
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A cluster may send them to all processes of a job; then a script ends well before its time.
 OF_CLUSTERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-LONGEST_END = 1_000_000  # bytes of a log in which the reason of a failure is looked for
-# No link is followed, and no reader of a pipe awaited.
-APPENDED = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
 PAUSE = 0.1  # seconds between two looks at a process
 
 
@@ -125,14 +121,7 @@ class Runner:
         environment = {**os.environ, **place}
         if not self.starter:
             environment = environments(environment, 1, free_port())[0]
-        refused = UserError(f"{log}: is a link or no regular file - remove it")
-        try:
-            descriptor = os.open(log, APPENDED, 0o666)
-        except OSError as fault:
-            raise refused if fault.errno in (errno.ELOOP, errno.ENXIO) else fault from None
-        with open(descriptor, "ab") as output:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # a pipe that somebody reads
-                raise refused
+        with log.open("ab") as output:
             start = output.tell()
             # In a group of its own: what a terminal signals, it gets once, from here.
             process = subprocess.Popen(
@@ -154,13 +143,10 @@ class Runner:
         status = process.returncode
         ended_by = -status if status < 0 else status - 128
         if status and not self.stopping and ended_by not in OF_CLUSTERS:
-            with log.open("rb") as written:
-                end = written.seek(0, os.SEEK_END)
-                written.seek(max(start, end - LONGEST_END))
-                text = written.read(LONGEST_END).decode(errors="replace")
+            text = log.read_bytes()[start:].decode(errors="replace")
             lines = [line.strip() for line in text.splitlines() if line.strip()]
             lines = [line for line in lines if not line.startswith(("srun: ", "slurmstepd"))]
-            reason = visible(lines[-1]) if lines else f"{words[0]} ended with status {status}"
+            reason = lines[-1] if lines else f"{words[0]} ended with status {status}"
             if status < 0:
                 reason = f"killed by {signal.Signals(-status).name}; {reason}"
             raise UserError(reason)

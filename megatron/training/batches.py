@@ -1,10 +1,8 @@
-"""The text of a training: its vocabulary, its length in epochs, and the batches of each step."""
+"""The text of a training: its vocabulary, and the batches of each step."""
 
-import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -12,13 +10,11 @@ from torch import Tensor
 from megatron.config import Config
 from megatron.data.loader import Indexable, batches
 from megatron.data.parts import Part, open_parts
-from megatron.data.tokenizers.build import build_tokenizer, needs_files, same_kind
+from megatron.data.tokenizers.build import build_tokenizer, needs_files
 from megatron.data.tokenizers.tokenizer import description
 from megatron.errors import UserError
 from megatron.model import padded_vocab
 from megatron.parallel.grid import Grid
-
-logger = logging.getLogger(__name__)
 
 VOCAB = 50257  # GPT-2's
 WAIT_FOR_REPORT = 1.0  # seconds
@@ -46,26 +42,16 @@ def open_text(config: Config) -> tuple[dict[str, Part], dict[str, Any]]:
             continue
         if "tokenizer" not in tokens.meta:
             raise UserError(
-                f"vocab_file: not set, and {tokens.prefix} has no sidecar {tokens.prefix}.json"
-                " that names its tokenizer"
-                " - set tokenizer_type, vocab_file and merge_file to what the data was prepared"
-                " with"
+                f"vocab_file: not set, and no sidecar {tokens.prefix}.json names the tokenizer -"
+                " set tokenizer_type, vocab_file and merge_file to what wrote the data"
             )
-        described = tokens.meta["tokenizer"]
-        writer = described.get("type", data.tokenizer_type)
-        if "tokenizer_type" in config.chosen and not same_kind(data.tokenizer_type, writer):
-            raise UserError(
-                f"tokenizer_type: {data.tokenizer_type} is not what {tokens.prefix} was written"
-                f" by, {writer} - leave tokenizer_type out, or give the data that it wrote"
-            )
-        descriptions.append(described)
+        descriptions.append(tokens.meta["tokenizer"])
     tokenizer = descriptions[0]
     for tokens, other in zip(files, descriptions, strict=True):
         if other.get("hash") != tokenizer.get("hash"):
             raise UserError(
-                f"{tokens.prefix}: was written by {other.get('type')} {other.get('hash')}, and"
-                f" {files[0].prefix} by {tokenizer.get('type')} {tokenizer.get('hash')}"
-                " - prepare all corpora of a run with one tokenizer"
+                f"{tokens.prefix}: was written by another tokenizer than {files[0].prefix}"
+                " - prepare all corpora of a run with one"
             )
         for key in ("reset_attention_mask", "eod_mask_loss"):
             if config[key]:
@@ -74,12 +60,10 @@ def open_text(config: Config) -> tuple[dict[str, Part], dict[str, Any]]:
     facts: dict[str, Any] = {"vocab": vocab, "tokenizer": tokenizer}
     train = parts["train"]
     corpora = [corpus for part in parts.values() for corpus in part.facts()]
-    names = [
-        f"{corpus['corpus']} {corpus['weight']:.3g}"
-        for corpus in corpora
-        if corpus["part"] == "train"
-    ]
-    facts["corpus"] = ", ".join(names) if train.weights else train.files[0].meta.get("corpus")
+    facts["corpus"] = train.files[0].meta.get("corpus")
+    if train.weights:
+        names = [f"{corpus['corpus']} {corpus['weight']:.3g}" for corpus in train.facts()]
+        facts["corpus"] = ", ".join(names)
     facts["corpora"] = corpora
     return parts, facts
 
@@ -106,35 +90,6 @@ def length_of_step(config: Config, step: int) -> int:
     return length or config.model.seq_length
 
 
-def with_epochs(config: Config, part: Part, ranks: int) -> Config:
-    """The configuration with the train_iters that train_epochs means; without it, unchanged.
-
-    part: the text of the training. As in GPT-NeoX no window is used more often than train_epochs
-    times: what is left of the last pass and is less than a step is not used. (GPT-NeoX leaves out
-    the rest of every pass.) Raises UserError if not one step is left.
-    """
-    training, optimizer = config.training, config.optimizer
-    epochs = training.train_epochs
-    if epochs is None:
-        return config
-    per_step = windows_per_step(config) * ranks
-    windows = part.windows_of_an_epoch(config.model.seq_length)
-    steps = windows * epochs // per_step
-    if not steps:
-        raise UserError(
-            f"train_epochs: {epochs} of {windows} windows are less than one step of {per_step}"
-            " - give more epochs, more text or a smaller batch"
-        )
-    logger.info(
-        f"train_epochs: {epochs} of {windows:,} windows are {steps:,} steps of {per_step} windows"
-    )
-    follows = optimizer.lr_decay_iters == training.train_iters
-    if follows and "lr_decay_iters" not in config.chosen:
-        optimizer = optimizer.model_copy(update={"lr_decay_iters": steps})
-    training = training.model_copy(update={"train_iters": steps})
-    return replace(config, training=training, optimizer=optimizer)
-
-
 class Batches:
     """Windows of the training and the validation text for this rank.
 
@@ -156,10 +111,7 @@ class Batches:
         training, length = config.training, config.model.seq_length
         self.per_step = windows_per_step(config) * grid.data_ranks
         self.planned = max(planned, training.train_iters * self.per_step)
-        if training.train_epochs is not None:
-            samples = parts["train"].epoch(length, training.seed)
-        else:
-            samples = parts["train"].samples(length, training.seed, self.planned)
+        samples = parts["train"].samples(length, training.seed, self.planned)
         self.train_windows = self._batches(samples, used)
 
     def record(self) -> dict[str, int]:

@@ -9,7 +9,6 @@ SAVE/global_step100/model.safetensors       weights in float32, by our names
                     optimizer.safetensors   the optimizer's state, for resuming; see `full_state`
 """
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -24,8 +23,6 @@ from megatron.errors import UserError
 from megatron.parallel.grid import shared_faults
 from megatron.training.optimizer import PROGRESS_OF_SCALE, averages_of
 from megatron.training.trainer import Trainer
-
-logger = logging.getLogger(__name__)
 
 CURE = "lower optimizer.params.lr, raise warmup, or use precision: fp32"
 SHOWN = 3  # names in a message
@@ -148,8 +145,4 @@ def delete_older(folder: Path, step: int, settings: Checkpoint) -> None:
     stay = settings.extra_save_iters
     steps = [other for other in steps_in(folder) if other <= step and other not in stay]
     for other in steps[:-count]:
-        path = folder_of(folder, other)
-        try:
-            remove_checkpoint(path)
-        except OSError as fault:  # one that stays is no reason to end a run
-            logger.warning("%s: cannot be deleted (%s)", path, fault.strerror)
+        remove_checkpoint(folder_of(folder, other))

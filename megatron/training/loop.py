@@ -26,13 +26,11 @@ from megatron.folder_lock import owned_folder
 from megatron.model import AttentionSettings, from_config
 from megatron.parallel.context import context_of
 from megatron.parallel.grid import Grid, owned_by_first, shared_faults
-from megatron.parallel.threads import count_parameters, local_processes, use_threads
+from megatron.parallel.threads import count_parameters, use_threads
 from megatron.training import checkpoint
-from megatron.training.batches import Batches, length_of_step, open_text, with_epochs
+from megatron.training.batches import Batches, length_of_step, open_text
 from megatron.training.checkpoint import full_weights
-from megatron.training.fits import check_fits
 from megatron.training.metrics import TrainingLog, lacks_validation, peak_memory
-from megatron.training.optimizer import learning_rate
 from megatron.training.resume import resume
 from megatron.training.start import Start, match_weights, starting_point, with_schedule
 from megatron.training.stop import Stop
@@ -42,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 LOST_WORKER = "DataLoader worker"  # how torch's message about a lost process begins
 TRACED = 3  # the step of a start that `profile` records; torch prepares itself in the first
-REFUSED = "does not have a deterministic implementation"  # torch's words
 
 
 def train(config: Config, grid: Grid) -> Path | None:
@@ -55,10 +52,8 @@ def train(config: Config, grid: Grid) -> Path | None:
     if config.precision.dtype == "fp16" and grid.device.type == "cpu":
         raise UserError("precision: fp16 needs a CUDA device - use bf16 or fp32 on the CPU")
     save_to = config.checkpoint.save
-    places = {"log_dir": config.logging.log_dir, "save": save_to}
-    folders = {Path(place).resolve(): (key, place) for key, place in places.items() if place}
-    owned = [owned_folder(Path(place), key) for key, place in folders.values()]
-    with owned_by_first(grid, *owned), _faults_in_words():
+    owned = owned_folder(Path(save_to), "save") if save_to else contextlib.nullcontext()
+    with owned_by_first(grid, owned), _lost_workers():
         # Open: the text, the checkpoint that the run goes on from, the engine, the logs.
         if save_to and grid.first:
             remove_unfinished(Path(save_to))
@@ -67,7 +62,6 @@ def train(config: Config, grid: Grid) -> Path | None:
             grid = grid.sharing(config.parallel.context_parallel_size)
             config.check_batch(grid.data_ranks)
             parts, facts = open_text(config)
-            config = with_epochs(config, parts["train"], grid.data_ranks)
         start = starting_point(config, facts, grid)
         config = with_schedule(config, start)
         steps = config.training.train_iters
@@ -167,32 +161,19 @@ class Run:
             facts["parent_model"] = start.parent_model
         if "wandb" in record or settings.use_wandb:
             facts["wandb"] = record.get("wandb") or secrets.token_hex(4)
-        steps, optimizer = training.train_iters, config.optimizer
-        decayed = optimizer.lr_decay_iters
-        if decayed < steps and optimizer.lr and not learning_rate(steps - 1, optimizer):
-            logger.info(
-                f"note: lr_decay_iters: after step {decayed} of {steps} the learning rate is 0, so"
-                " nothing is learned; raise it or min_lr, or lower train_iters"
-            )
-
         vocab = facts["vocab"]
-        with shared_faults(grid):
-            needs = check_fits(
-                config, vocab, ranks=grid.ranks, local_ranks=local_processes(), device=grid.device
-            )
-        count, encoding_count = needs.parameters
-        logger.info(f"{count:,} parameters: {needs}")
         model = from_config(config, vocab, facts["tokenizer"].get("eod"))
         self.batches = Batches(config, grid, parts, start.windows, start.planned)
         if training.validation_interval:  # what cannot be validated is refused now
             window = torch.zeros(1, config.data.seq_length_val, config.model.hidden_size)
             model.position.on_embeddings(window)
             self.batches.validation()
-        use_threads(count_parameters(model), grid.device, before=record.get("threads"))
+        count, in_encoding = count_parameters(model), count_parameters(model.positions)
+        use_threads(count, grid.device, before=record.get("threads"))
         parent_weights = match_weights(start, model)
         self.trainer = trainer = Trainer(config, model, grid)
         logger.info(
-            f"{config.label}: {count:,} parameters, {encoding_count:,} of them in the encoding;"
+            f"{config.label}: {count:,} parameters, {in_encoding:,} of them in the encoding;"
             f" {vocab} rows of vocabulary; config {config.hash}"
         )
         logger.info(
@@ -333,10 +314,12 @@ class Losses:
             return
         numbers = torch.stack([numbers for _, numbers in self.unchecked])
         means = self.grid.mean(numbers)  # [steps, 2]
-        finite = means.isfinite().all(dim=1).tolist()
-        if not all(finite):
-            number = self._describe(*self.unchecked[finite.index(False)])
-            raise UserError(f"{number} - {checkpoint.CURE}")
+        if not means.isfinite().all():
+            for (step, _), (loss, norm) in zip(self.unchecked, means.tolist(), strict=True):
+                if not math.isfinite(loss + norm):
+                    raise UserError(
+                        f"loss: {loss}, gradient norm {norm} at step {step} - {checkpoint.CURE}"
+                    )
         self.means += list(means[:, 0])
         self.unchecked.clear()
 
@@ -346,32 +329,16 @@ class Losses:
         self.means.clear()
         return mean
 
-    def _describe(self, step: int, numbers: Tensor) -> str:
-        """The number that is not finite at a step, and its rank."""
-        numbers_by_rank = self.grid.gather(numbers.tolist())  # [[loss, norm]]
-        for rank, (loss, _) in enumerate(numbers_by_rank):
-            if not math.isfinite(loss):
-                return f"loss: {loss} at step {step} on rank {rank}"
-        return f"gradient norm: {numbers_by_rank[0][1]} at step {step}"
-
 
 @contextlib.contextmanager
-def _faults_in_words() -> Iterator[None]:
-    """A lost process of num_workers, and an operation that torch cannot repeat, are one message."""
+def _lost_workers() -> Iterator[None]:
+    """A lost process of num_workers is one message."""
     try:
         yield
     except RuntimeError as fault:
-        text = str(fault)
-        if text.startswith(LOST_WORKER):
-            reason = text.partition("\n")[0]
-            raise UserError(
-                f"data: a process that reads samples was lost ({reason})"
-                " - start the same command again, with num_workers: 0 if it happens again"
-            ) from None
-        if REFUSED not in text:
+        if not str(fault).startswith(LOST_WORKER):
             raise
-        operation = text.partition(REFUSED)[0].strip()
         raise UserError(
-            f"deterministic: {operation} {REFUSED} on this device"
-            " - set deterministic: false, or take another encoding"
+            f"data: a process that reads samples was lost ({in_words(fault)}) - start the same"
+            " command again, with num_workers: 0 if it happens again"
         ) from None

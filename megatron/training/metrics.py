@@ -4,6 +4,7 @@ They go to metrics.jsonl, tensorboard and Weights & Biases. No log is worth hour
 that fails is a warning, and the run goes on.
 """
 
+import errno
 import json
 import logging
 import math
@@ -11,9 +12,7 @@ import os
 import re
 import resource
 import sys
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -27,11 +26,11 @@ from torch import Tensor
 from megatron.config import Config
 from megatron.config.schema import Logging, Model
 from megatron.errors import cannot_write, in_words
-from megatron.files import read_small, write_text
+from megatron.files import write_text
 from megatron.model import Architecture
 from megatron.model.size import BACKWARD, attention_flops, palm_weights
 from megatron.parallel.grid import Grid
-from megatron.results.files import CHECKSUM, LARGEST, checksum, record_of, training_log
+from megatron.results.files import training_log
 from megatron.training.batches import length_of_step, windows_per_step
 from megatron.training.trainer import StepResult, Trainer
 
@@ -133,10 +132,9 @@ class Metrics:
         run_id: str | None = None,
     ) -> None:
         self.writers: dict[str, Callable[[Numbers, dict[str, Tensor]], None]] = {}
-        self.lost: Counter[str] = Counter()
+        self.lost: set[str] = set()  # places that have failed once
         self.events: Any = None
         self.wandb: Any = None
-        self.hook_before = threading.excepthook
         if folder is not None:
             self.path = folder / "metrics.jsonl"
             try:
@@ -148,7 +146,6 @@ class Metrics:
         if settings.tensorboard_dir:
             place = f"tensorboard_dir: {settings.tensorboard_dir}"
             purge_step = resumed_at + 1 if resumed_at else None
-            threading.excepthook = self._end_of_thread
             try:
                 from torch.utils.tensorboard import SummaryWriter  # slow to import
 
@@ -156,43 +153,17 @@ class Metrics:
             except OSError as fault:
                 raise cannot_write(place, fault) from None
             self.writers[place] = self._write_events
-        if not settings.use_wandb or run_id is None:
-            return
-        # Its reports of faults go to the same server, and a process waits for them at its end.
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        try:
-            import wandb  # slow to import
-
-            # It asks no terminal for a key, and a stuck service must not block log lines.
-            quiet: dict[str, Any] = {"silent": True, "console": "off"}
-            defaults = wandb.setup(wandb.Settings(**quiet)).settings
-            limits = {"init_timeout": 15, "finish_timeout": 30, "finish_timeout_raises": True}
-            address = settings.wandb_host or defaults.base_url
-            run = wandb.init(
-                project=settings.wandb_project,
-                entity=settings.wandb_team,
-                group=settings.wandb_group,
-                config=config,
-                dir=folder,
-                id=run_id,
-                resume="allow",
-                settings=wandb.Settings(**quiet, **limits, base_url=address),
-            )
-            # Records have an axis of their own: a resumed run sends those after its checkpoint
-            # again, and W&B's own counter would drop them.
-            run.define_metric("step", hidden=True)
-            run.define_metric("*", step_metric="step")
-        except Exception as fault:  # no package, network, key or rights, or an unknown answer
-            logger.warning(
-                f"use_wandb: cannot start ({in_words(fault)}) - the run goes on without it; see"
-                " that the package is installed and its server answers, or set WANDB_MODE=offline"
-                " to keep the records for `wandb sync`"
-            )
-            return
-        self.wandb = run
-        self.writers["use_wandb"] = lambda record, learned: run.log(
-            {"step": record["step"], **_charts(record, learned)}
-        )
+        if settings.use_wandb and run_id is not None:
+            try:
+                self.wandb = _run_of_wandb(folder, settings, config, run_id)
+            except Exception as fault:  # no package, network, key or rights, or an unknown answer
+                logger.warning(
+                    f"use_wandb: cannot start ({in_words(fault)}) - the run goes on without it;"
+                    " see that the package is installed and its server answers, or set"
+                    " WANDB_MODE=offline to keep the records for `wandb sync`"
+                )
+            else:
+                self.writers["use_wandb"] = self._send
 
     def log(
         self, step: int, kind: str, numbers: Numbers, learned: dict[str, Tensor] | None = None
@@ -206,62 +177,48 @@ class Metrics:
             try:
                 write(record, learned or {})
             except Exception as fault:  # whatever a library or a disk may raise
-                self.lost[place] += 1
-                if self.lost[place] == 1:
+                if place not in self.lost:
+                    self.lost.add(place)
                     logger.warning(
                         f"{place}: step {step} could not be written ({in_words(fault)})"
                         " - training goes on, and later records are tried again"
                     )
 
     def close(self) -> None:
-        """Write what is still buffered, and warn of what was lost."""
+        """Write what is still buffered."""
         if self.events is not None:
             with suppress(Exception):  # its disk is full, which was said
                 self.events.close()
-            threading.excepthook = self.hook_before
         if self.wandb is not None:
             import wandb
 
             try:
                 self.wandb.finish()
+                wandb.teardown()  # else it is tried at the very end, with a traceback
             except Exception as fault:  # what a library may raise
-                logger.warning(
-                    f"use_wandb: not all was sent ({in_words(fault)}) - `wandb sync` sends what is"
-                    f" kept in {self.wandb.settings.sync_dir}"
-                )
-            finally:
-                with suppress(Exception):  # a service that is gone
-                    wandb.teardown()  # else it is tried at the very end, with a traceback
-        for place, count in self.lost.items():
-            logger.warning(f"{place}: {count} record(s) were lost")
-
-    def _end_of_thread(self, ended: threading.ExceptHookArgs) -> None:
-        """Print no traceback of tensorboard's thread: its fault is raised at the next record."""
-        if not type(ended.thread).__module__.startswith("tensorboard."):
-            self.hook_before(ended)
+                logger.warning(f"use_wandb: not all was sent ({in_words(fault)})")
 
     def _write_line(self, record: Numbers, learned: dict[str, Tensor]) -> None:
-        """Append a whole line, also if the disk is full in the middle of one."""
+        """Append a whole line, or nothing if the disk is full."""
         tables = {}
         for name, tensor in learned.items():
             if tensor.numel() <= LARGEST_TABLE:
                 tables[name] = [float(f"{value:.6g}") for value in tensor.flatten().tolist()]
         if tables:
             record = {**record, "position": tables}
-        line = {**record, CHECKSUM: checksum(record)}
+        line = (json.dumps(record) + "\n").encode()
         with self.path.open("ab", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
-            remaining = (json.dumps(line) + "\n").encode()
-            try:
-                while remaining:
-                    remaining = remaining[file.write(remaining) :]
-            except OSError:
+            if file.write(line) < len(line):
                 file.truncate(end)
-                raise
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _write_events(self, record: Numbers, learned: dict[str, Tensor]) -> None:
         for name, value in _charts(record, learned).items():
             self.events.add_scalar(name, value, record["step"])
+
+    def _send(self, record: Numbers, learned: dict[str, Tensor]) -> None:
+        self.wandb.log({"step": record["step"], **_charts(record, learned)})
 
 
 class TrainingLog(Metrics):
@@ -354,6 +311,32 @@ class TrainingLog(Metrics):
         )
 
 
+def _run_of_wandb(
+    folder: Path | None, settings: Logging, config: dict[str, Any], run_id: str
+) -> Any:
+    """A run of Weights & Biases, new or resumed. It asks no terminal for a key."""
+    import wandb  # slow to import
+
+    options: dict[str, Any] = {"silent": True, "console": "off", "init_timeout": 15}
+    if settings.wandb_host:
+        options["base_url"] = settings.wandb_host
+    run = wandb.init(
+        project=settings.wandb_project,
+        entity=settings.wandb_team,
+        group=settings.wandb_group,
+        config=config,
+        dir=folder,
+        id=run_id,
+        resume="allow",
+        settings=wandb.Settings(**options, finish_timeout=30, finish_timeout_raises=True),
+    )
+    # Records have an axis of their own: a resumed run sends those after its checkpoint again, and
+    # W&B's own counter would drop them.
+    run.define_metric("step", hidden=True)
+    run.define_metric("*", step_metric="step")
+    return run
+
+
 def lacks_validation(folder: Path, step: int) -> bool:
     """Whether the log of a run is there, and does not hold the validation of a step."""
     try:
@@ -383,17 +366,14 @@ def _charts(record: Numbers, learned: dict[str, Tensor]) -> dict[str, float]:
 
 
 def _make_room(path: Path, resumed_at: int | None) -> None:
-    """Drop the records that a resumed run writes again; rename a damaged or another run's file."""
+    """Drop the records that a resumed run writes again; rename another run's file."""
     if not path.exists():
         return
     if resumed_at is not None:
-        *lines, _ = read_small(path, LARGEST).split(b"\n")  # a last line may be cut off
-        try:
-            earlier = [line for line in lines if record_of(line)["step"] <= resumed_at]
-        except ValueError as fault:
-            logger.warning(f"{path}: a record is damaged ({fault}) - the log begins anew")
-        else:
-            write_text(path, "".join(line.decode() + "\n" for line in earlier))
+        with suppress(ValueError, KeyError):  # a damaged file is renamed
+            *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
+            kept = [line for line in lines if json.loads(line)["step"] <= resumed_at]
+            write_text(path, "".join(f"{line}\n" for line in kept))
             return
     copies = 1
     while path.with_name(f"{path.stem}.{copies}.jsonl").exists():

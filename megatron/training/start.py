@@ -7,21 +7,16 @@ table with a row for each position keeps the rows that both have.
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from megatron.checkpoints.manifest import (
-    WEIGHTS,
-    can_continue,
-    check_files,
-    note_opened,
-)
+from megatron.checkpoints.manifest import OPTIMIZER, WEIGHTS, check_files, note_opened
 from megatron.checkpoints.read import READ_BY_EVALUATION, opened, read_meta
-from megatron.checkpoints.saved import chosen, is_one_folder, latest_step
+from megatron.checkpoints.saved import find, is_one_folder, latest_step
 from megatron.config import Config
 from megatron.config.schema import Model, Optimizer
 from megatron.errors import UserError
@@ -87,28 +82,21 @@ class Start:
 
     @property
     def windows(self) -> int:
-        """Windows that all ranks together have trained; an old record does not say it."""
-        if self.before is None:
-            return 0
-        step_windows = windows_per_step(self.before.config) * self.record.get("ranks", 1)
-        return self.record.get("windows", self.step * step_windows)
+        """Windows that all ranks together have trained."""
+        return self.record.get("windows", 0)
 
     @property
     def planned(self) -> int:
         """Windows for which the order of the text was drawn, where a branch of wsd keeps it."""
-        if self.before is None or self.before.config.optimizer.lr_decay_style != "wsd":
-            return 0
-        ranks = self.record.get("data_ranks", self.record.get("ranks", 1))
-        steps = self.before.config.training.train_iters
-        return self.record.get("planned", steps * windows_per_step(self.before.config) * ranks)
+        is_kept = self.before and self.before.config.optimizer.lr_decay_style == "wsd"
+        return self.record.get("planned", 0) if is_kept else 0
 
     @property
     def parent_model(self) -> str | None:
         """The parent as result rows call it: `rotary step 700`."""
         if self.parent is None:
             return self.record.get("parent_model")
-        words = [f"{self.parent.config.label} step {self.parent.record['step']}"]
-        return ", ".join(words)
+        return f"{self.parent.config.label} step {self.parent.record['step']}"
 
 
 def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
@@ -136,84 +124,62 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
     trained, record = saved.config, saved.record
     note_opened(path, record)
 
-    if is_new:
-        differences = _differences(_fixed(config.model), _fixed(trained.model))
-    else:
-        differences = _differences(config.model_keys(), trained.model_keys())
-        changes = _differences(config.flat(), trained.flat())
-        if changes:
-            logger.info(f"continuing with other settings: {changes}")
-    if differences:
-        raise UserError(
-            f"load: {path} is another model ({differences}) - use its configuration; fine-tuning"
-            " changes the encoding, lengths, attention and data alone"
-        )
-
     tokenizer, rows = facts["tokenizer"], record["vocab"]
     learned_with = record.get("tokenizer") or {}
-    # An old record may not name its tokenizer.
     same = learned_with.get("hash", tokenizer["hash"]) == tokenizer["hash"]
     if keys.parent.path is not None and same and tokenizer["vocab_size"] <= rows:
         # A fine-tuned model has its parent's rows, whatever make_vocab_size_divisible_by says.
         facts["vocab"] = rows
-    if not same or facts["vocab"] != rows:
-        raise UserError(
-            f"load: {path} learned with {learned_with.get('type')} {learned_with.get('hash')}"
-            f" ({rows} rows of vocabulary), the data are written by {tokenizer['type']}"
-            f" {tokenizer['hash']} ({facts['vocab']} rows) - prepare them with that tokenizer"
-        )
     if is_new:
-        return Start(parent=saved)
+        differences = _differences(_fixed(config.model), _fixed(trained.model))
+    else:
+        differences = _differences(config.model_keys(), trained.model_keys())
+        if changes := _differences(config.flat(), trained.flat()):
+            logger.info(f"continuing with other settings: {changes}")
 
-    # Old records have none or fewer facts, and not every corpus has a card. Another path together
-    # with another folder is a choice, which the log names above.
+    # Another path together with another folder is a choice, which the log names above.
+    texts = []
     for corpus, earlier in zip(facts["corpora"], record.get("corpora", ()), strict=False):
-        shared = {
-            name: value
-            for name, value in corpus.items()
-            if name not in NO_TEXT and value and earlier.get(name)
-        }
-        differences = _differences(shared, earlier)
-        if not differences:
-            continue
-        change = f"{path} has another {corpus['part']} text than {corpus['path']} ({differences})"
-        if corpus["part"] != "train":
-            logger.warning(f"load: {change}; its losses cannot be compared with earlier ones")
-        elif continues_it or corpus["path"] == earlier.get("path"):
-            raise UserError(
-                f"load: {change} - give that text, or set finetune: true and save elsewhere for a"
-                " new run on other data from these weights"
-            )
+        names = [name for name in corpus if corpus[name] and earlier.get(name)]
+        compared = {name: corpus[name] for name in names if name not in NO_TEXT}
+        if corpus["part"] == "train" and (continues_it or corpus["path"] == earlier.get("path")):
+            texts.append(_differences(compared, earlier))
+    another_text = "; ".join(filter(None, texts))
 
-    # Another number of ranks may change the windows of a step if train_batch_size says so.
-    ranks = record.get("ranks", grid.ranks)
     windows = windows_per_step(config) * grid.data_ranks
     earlier_windows = record.get("windows_per_step", windows)
-    if (
-        record.get("data_ranks", ranks) != grid.data_ranks
-        and earlier_windows != windows
+    # Another number of ranks may change the windows of a step if train_batch_size says so.
+    ranks_change_step = (
+        earlier_windows != windows
+        and record.get("data_ranks", grid.data_ranks) != grid.data_ranks
         and config.training.train_batch_size is None
-    ):
-        raise UserError(
-            f"load: a step of {path} took {earlier_windows} windows on {ranks} rank(s), here it"
-            f" would take {windows} on {grid.ranks} - change gradient_accumulation_steps to keep"
-            f" it, or set train_batch_size={windows} if that is meant"
-        )
-    state, needed = (
-        "Muon" if optimizer.optimizer.type == "Muon" else "Adam"
-        for optimizer in (trained.optimizer, config.optimizer)
     )
-    content = None
-    if not can_continue(path, record):
-        content = "weights only"
-    elif state != needed:
-        content = f"the state of {state}, not of {needed}"
-    if content and record["step"] < config.training.train_iters and not keys.no_load_optim:
-        raise UserError(
-            f"{path}: holds {content}, training cannot continue from it"
-            " - finetune=true starts a new run from its weights, no_load_optim=true goes on with a"
-            " fresh optimizer"
-        )
+    kinds = [each.optimizer.optimizer.type == "Muon" for each in (trained, config)]
+    has_state = OPTIMIZER in record["files"] and kinds[0] == kinds[1]
+    needs_state = record["step"] < config.training.train_iters and not keys.no_load_optim
+    refusals = {
+        f"load: {path} is another model ({differences}) - use its configuration; fine-tuning"
+        " changes the encoding, lengths, attention and data alone": differences,
+        f"load: {path} learned with another tokenizer ({rows} rows of vocabulary, the data need"
+        f" {facts['vocab']}) - prepare the data with that one": not same or facts["vocab"] != rows,
+        f"load: {path} has another train text ({another_text}) - give that text, or set finetune:"
+        " true and save elsewhere for a new run on other data from these weights": (
+            not is_new and another_text
+        ),
+        f"load: a step of {path} took {earlier_windows} windows on {record.get('ranks')} rank(s),"
+        f" here it would take {windows} on {grid.ranks} - change gradient_accumulation_steps to"
+        f" keep it, or set train_batch_size={windows} if that is meant": (
+            not is_new and ranks_change_step
+        ),
+        f"{path}: has no state of this optimizer, training cannot continue from it -"
+        " finetune=true starts a new run from its weights, no_load_optim=true goes on with a fresh"
+        " optimizer": not is_new and needs_state and not has_state,
+    }
+    for message, is_refused in refusals.items():
+        if is_refused:
+            raise UserError(message)
+    if is_new:
+        return Start(parent=saved)
     return Start(before=saved, has_begun=has_begun)
 
 
@@ -232,17 +198,17 @@ def checkpoint_to_continue(config: Config) -> Path | None:
         if in_place:
             logger.info("no checkpoint in %s yet: starting at step 0", keys.load)
         is_new = keys.load is None or keys.finetune or in_place
-        return None if is_new else chosen(str(keys.load))
+        return None if is_new else find(str(keys.load))
     if in_place or (keys.load is not None and load.parent == save and not keys.finetune):
-        return chosen(str(keys.load))
-    saved = chosen(str(keys.save))
+        return find(str(keys.load))
+    saved = find(str(keys.save))
     if keys.load is not None:
         trained, record = read_meta(saved)
         began_from = Path(trained.checkpoint.load or "").resolve()
         began_so = keys.finetune or (load == began_from and not trained.checkpoint.finetune)
         if keys.use_checkpoint_lr_scheduler:
             config = with_schedule(config, Start(Saved(saved, trained, record)))
-        if began_so and record["config_hash"] in config.hashes:
+        if began_so and record["config_hash"] == config.hash:
             return saved
     owner = "" if keys.load is None else " of another configuration or load than this"
     raise UserError(
@@ -263,7 +229,7 @@ def _fixed(section: Model) -> dict[str, Any]:
     keys = {key: getattr(section, key) for key in Model.model_fields if key not in MAY_CHANGE}
     return keys | {
         "num_key_value_heads": model.key_heads,
-        "head_dim": model.features_of_head,
+        "head_dim": section.head_dim or section.hidden_size // section.num_attention_heads,
         "intermediate_size": model.mlp_width,
         "use_bias_in_attn_output": model.bias_in_attn_output,
     }
@@ -298,11 +264,10 @@ def with_schedule(config: Config, start: Start) -> Config:
     is_meant = "lr_decay_iters" in config.chosen or config.checkpoint.override_lr_scheduler
     if start.step < steps and decay != earlier_decay and not (is_meant or is_stable):
         raise UserError(
-            f"lr_decay_iters: follows train_iters = {steps} and was {earlier_decay} when step"
-            f" {start.step} was trained, so the learning rate would change in the middle of the run"
-            f" - say which is meant: lr_decay_iters={earlier_decay} keeps the old schedule, and the"
-            f" rate stays at its end from there on; lr_decay_iters={decay} or"
-            f" override_lr_scheduler=true stretches the schedule over {decay} steps"
+            f"lr_decay_iters: follows train_iters = {decay} and was {earlier_decay} before, so the"
+            " learning rate would change in the middle of the run - say which is meant:"
+            f" lr_decay_iters={earlier_decay} keeps the old schedule, and the rate stays at its end"
+            " from there on; override_lr_scheduler=true stretches it over all steps"
         )
     return config
 
@@ -310,32 +275,37 @@ def with_schedule(config: Config, start: Start) -> Config:
 # --- the weights of a parent ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ParentWeights:
-    """Where the numbers of a new model come from.
+class Source(NamedTuple):
+    """Where a tensor of a new model comes from.
 
-    file: the parent's weights; initial: first values of the model's encoding
-    sources: the parent's name of every tensor that is taken; rows: how many of its first rows, of
-    tensors of the encoding
+    name: the parent's, or None; rows: how many of its first rows; initial: the model's own first
+    values, for the other rows
     """
 
+    name: str | None
+    rows: int | None = None
+    initial: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ParentWeights:
+    """The parent's file of weights, and the source of every tensor of the new model."""
+
     file: Path
-    initial: dict[str, Tensor] = field(default_factory=dict)
-    sources: dict[str, str] = field(default_factory=dict)
-    rows: dict[str, int] = field(default_factory=dict)
+    sources: dict[str, Source]
 
     def load(self, trainer: Trainer) -> None:
         """Let a new engine start from them. Every rank calls this."""
         with opened(self.file) as weights:
 
             def weight(name: str) -> Tensor:
-                if name not in self.sources:
-                    return self.initial[name]
-                taken = weights.get_tensor(self.sources[name])
-                if name not in self.initial:
+                source = self.sources[name]
+                if source.name is None:
+                    return cast(Tensor, source.initial)
+                taken = weights.get_tensor(source.name)
+                if source.initial is None:
                     return taken
-                rows = self.rows[name]
-                return torch.cat([taken[:rows], self.initial[name][rows:]])
+                return torch.cat([taken[: source.rows], source.initial[source.rows :]])
 
             give(trainer, weight)
 
@@ -359,16 +329,17 @@ def match_weights(start: Start, model: GPT) -> ParentWeights | None:
     kinds = [_kinds_of_tensors(placed.position) for placed in model.placed]
     places = set(zip(old_places, model.position_of_layer, strict=True))
 
-    matches = ParentWeights(file)
+    sources: dict[str, Source] = {}
     outside: dict[str, list[int]] = {}
-    new: list[str] = []
+    kept, new = [], []
     for name, weight in model.named_parameters():
         shape = list(weight.shape)
         if not name.startswith("positions."):
             outside[name] = shape
-            matches.sources[name] = name
+            sources[name] = Source(name)
             continue
-        matches.initial[name] = weight.detach().clone()
+        initial = weight.detach().clone()
+        sources[name] = Source(None, 0, initial)
         _, index, rest = name.split(".", 2)
         candidates = [old_place for old_place, place in places if place == int(index)]
         kind = kinds[int(index)].get(rest)
@@ -377,23 +348,23 @@ def match_weights(start: Start, model: GPT) -> ParentWeights | None:
             _, by_position = kind
             same_rows = by_position or old[source][0] == shape[0]
             if same_rows and old[source][1:] == shape[1:]:
-                matches.sources[name] = source
-                matches.rows[name] = min(old[source][0], shape[0])
-        if matches.rows.get(name) != shape[0]:
+                sources[name] = Source(source, min(old[source][0], shape[0]), initial)
+                kept.append(name)
+        if sources[name].rows != shape[0]:
             new.append(name)
     if outside != {name: old[name] for name in old if not name.startswith("positions.")}:
         raise UserError(f"{file}: does not hold the model of its config.yml - copy it again")
 
-    dropped = old.keys() - matches.sources.values()
+    dropped = old.keys() - {source.name for source in sources.values()}
     kept_names, dropped_names, new_names = (
-        ", ".join(sorted(names)) or "nothing" for names in (matches.rows, dropped, new)
+        ", ".join(sorted(names)) or "nothing" for names in (kept, dropped, new)
     )
     logger.info(
         f"fine-tuning {parent.path} ({start.parent_model}):\n"
         f"  kept outside the encoding: all weights\n  kept in the encoding: {kept_names}\n"
         f"  dropped: {dropped_names}\n  new: {new_names}"
     )
-    return matches
+    return ParentWeights(file, sources)
 
 
 def _kinds_of_tensors(position: Position) -> dict[str, tuple[str, bool]]:
@@ -402,6 +373,6 @@ def _kinds_of_tensors(position: Position) -> dict[str, tuple[str, bool]]:
     kinds = {}
     for owner, name, _ in position.own_parameters():
         path = paths[id(owner)]
-        by_position = isinstance(owner, Position) and name in owner.rows_are_positions
+        by_position = isinstance(owner, Position) and owner.changes_embeddings
         kinds[f"{path}.{name}".lstrip(".")] = (type(owner).__qualname__, by_position)
     return kinds

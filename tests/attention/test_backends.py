@@ -1,14 +1,13 @@
 """Every backend agrees with the definition, in values and gradients; the definition with a loop."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from megatron.attention import BACKENDS, attention
-from megatron.positions import Shape, build
 from tests.attention.random_cases import (
     Case,
     error_of,
@@ -73,39 +72,15 @@ def test_sdpa_is_the_definition_on_random_cases_in_every_precision():
     for number in range(60):
         dtype = list(TOLERANCE)[number % 3]
         case = random_case(number, 600, head_dims=(8, 16, 64), most_rank=3)
+        case = replace(case, value_dim=(0, 6, 40)[number % 7 % 3])
         assert error_of(case, BACKENDS["sdpa"], dtype, "cpu") < TOLERANCE[dtype], (case, dtype)
 
 
-@pytest.mark.parametrize(("dtype", "weight"), [(torch.float32, True), (torch.bfloat16, False)])
-def test_many_tiles_of_heads_and_blocks_of_queries_add_up_and_twice_to_the_same_bits(dtype, weight):
-    case = Case(heads=5, queries=600, keys=600, head_dim=64, weight=weight)
-    assert error_of(case, BACKENDS["sdpa"], dtype, "cpu") < TOLERANCE[dtype]
-    first, second = (
-        values_and_gradients(BACKENDS["sdpa"], inputs_of(case, dtype)) for _ in range(2)
-    )
+def test_many_tiles_of_heads_and_blocks_of_queries_add_up_and_twice_to_the_same_bits():
+    case = Case(heads=5, queries=600, keys=600, head_dim=64, weight=True)
+    assert error_of(case, BACKENDS["sdpa"], torch.float32, "cpu") < TOLERANCE[torch.float32]
+    first, second = (values_and_gradients(BACKENDS["sdpa"], inputs_of(case)) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_values_may_have_fewer_or_more_features_than_queries_and_keys():
-    for number, options in enumerate(CASES):
-        for value_dim, keys in ((6, 19), (40, 19), (6, 300), (40, 300)):
-            sizes = {"heads": 3, "queries": keys, "keys": keys, "value_dim": value_dim}
-            case = Case(number, lse=number % 2 == 0, **sizes, **options)
-            assert error_of(case, BACKENDS["sdpa"], torch.float32, "cpu") < 1e-5, case
-    q, k, v = torch.randn(2, 3, 19, 4), torch.randn(2, 3, 19, 4), torch.randn(2, 3, 19, 9)
-    expected = attention(q.double(), k.double(), v.double(), backend="eager")
-    torch.testing.assert_close(attention(q, k, v).double(), expected, rtol=0, atol=2e-6)
-
-
-def test_heads_of_slope_0_attend_as_without_an_encoding():
-    shape = Shape(heads=4, head_dim=8, hidden=32, train_length=64)
-    bias = build("alibi", shape, slopes=[1.0, 0.5, 0.0, 0.0]).distance_bias(300)
-    q, k, v = torch.randn(3, 2, 4, 300, 8)
-    plain = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    for backend in ("eager", "sdpa"):
-        out = attention(q, k, v, bias, backend=backend)
-        torch.testing.assert_close(out[:, 2:], plain[:, 2:], rtol=0, atol=2e-6)
-        assert (out[:, :2] - plain[:, :2]).abs().max() > 0.1
 
 
 def test_checkpointing_and_inference_change_nothing():
@@ -122,12 +97,18 @@ def test_checkpointing_and_inference_change_nothing():
 def test_shapes_that_disagree_are_refused():
     q, k, v = torch.zeros(3, 2, 3, 19, 4)
     for change, message in (
-        ({"bias": torch.zeros(3, 18)}, r"bias \[3, 18\] must be \[3, at least 19\]"),
-        ({"weight": torch.zeros(2, 19)}, r"weight \[2, 19\] must be \[3, at least 19\]"),
+        ({"bias": torch.zeros(3, 18)}, r"shape of bias does not fit: .* bias \[3, 18\]"),
+        ({"weight": torch.zeros(2, 19)}, r"shape of weight does not fit: .* weight \[2, 19\]"),
         ({"window": 0}, "window: 0 must be at least 1"),
-        ({"segments": torch.zeros(2, 18)}, r"segments \[2, 18\] must be \[2, 19\]"),
-        ({"q": torch.zeros(2, 3, 20, 4)}, r"q \[2, 3, 20, 4\], k .* do not fit together"),
-        ({"score_bias": (None, torch.zeros(2, 1, 20))}, r"score_bias u none and w .* must be"),
+        (
+            {"segments": torch.zeros(2, 18)},
+            r"shape of segments does not fit: .* segments \[2, 18\]",
+        ),
+        (
+            {"q": torch.zeros(2, 3, 20, 4)},
+            r"shape of q, k and v does not fit: q \[2, 3, 20, 4\], k",
+        ),
+        ({"score_bias": (None, torch.zeros(2, 1, 20))}, r"shape of score_bias does not fit"),
     ):
         with pytest.raises(ValueError, match=message):
             attention(**{"q": q, "k": k, "v": v, **change})

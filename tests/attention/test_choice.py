@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron.attention import BACKENDS, COMPUTED, attention, choose
+from megatron.attention import COMPUTED, attention, choose
 from megatron.attention.terms import Content, Terms
 from megatron.conformance.subject import Subject
 from megatron.errors import UserError
@@ -34,12 +34,12 @@ def test_auto_takes_the_best_and_says_why():
         (cpu, Terms(TABLE), "sdpa (auto: on the CPU)"),
         (cuda, Terms(on_scores=torch.sin), "eager (auto: the encoding looks at content)"),
         (cuda, Terms(), "sdpa (auto: plain causal on CUDA)"),
-        (cuda, Terms(TABLE), "triton (auto: distance table on CUDA)"),
-        (cuda, Terms(content=content(1)), "triton (auto: bias by content on CUDA)"),
-        (cuda, Terms(content=content(3)), "sdpa (auto: bias by content on CUDA; not triton: it k"),
-        (cuda, Terms(window=4), "triton (auto: window, chunks or documents on CUDA)"),
-        (wide, Terms(TABLE), "sdpa (auto: distance table on CUDA; not triton: head_dim 256"),
-        (cuda, Terms(index_bias=torch.add), "sdpa (auto: index bias on CUDA; not triton: it read"),
+        (cuda, Terms(TABLE), "triton (auto: bias on CUDA)"),
+        (cuda, Terms(content=content(1)), "triton (auto: content on CUDA)"),
+        (cuda, Terms(content=content(3)), "sdpa (auto: content on CUDA; not triton: it k"),
+        (cuda, Terms(window=4), "triton (auto: window on CUDA)"),
+        (wide, Terms(TABLE), "sdpa (auto: bias on CUDA; not triton: head_dim 256"),
+        (cuda, Terms(index_bias=torch.add), "sdpa (auto: index_bias on CUDA; not triton: it read"),
     ):
         assert str(choose("auto", q, terms)).startswith(chosen)
 
@@ -69,20 +69,6 @@ def test_what_cannot_be_computed_is_refused_before_the_first_token():
     tensors = torch.randn(3, 1, 2, 8, 16)
     with pytest.raises(UserError, match="sdpa cannot compute this: the encoding looks at content"):
         attention(*tensors, on_scores=torch.sin, backend="sdpa")
-
-
-@pytest.mark.parametrize("name", ["rotary", "alibi", "fire", "cable", "cope", "pope"])
-def test_a_model_names_the_backend_that_really_acts(name, monkeypatch):
-    gpt, acted = Subject(name).gpt(), []
-    for backend, function in list(BACKENDS.items()):
-
-        def noted(*tensors, backend=backend, function=function, **more):
-            acted.append(backend)
-            return function(*tensors, **more)
-
-        monkeypatch.setitem(BACKENDS, backend, noted)
-    gpt(torch.zeros(1, 5, dtype=torch.long))
-    assert set(acted) == {gpt.resolved_backend}
 
 
 def test_a_term_that_a_backend_does_not_name_is_refused_by_it():

@@ -1,11 +1,9 @@
 """Every backend on CUDA, compiled, at real sizes, against the definition in float64."""
 
-from functools import partial
-
 import pytest
 import torch
 
-from megatron.attention import BACKENDS, attention
+from megatron.attention import BACKENDS
 from tests.attention.random_cases import Case, error_of
 
 pytestmark = pytest.mark.gpu
@@ -20,28 +18,3 @@ every_backend = pytest.mark.parametrize("backend", ["sdpa", "triton"])
 def test_values_and_gradients_at_real_lengths_are_those_of_the_definition(backend, dtype, length):
     case = Case(heads=4, queries=length, keys=length, head_dim=64)
     assert error_of(case, BACKENDS[backend], dtype, "cuda") < TOLERANCE[dtype]
-
-
-@every_backend
-@pytest.mark.parametrize("queries", [1, 333, 700])
-def test_everything_at_once_at_lengths_that_fill_no_block(backend, queries):
-    sizes = {"heads": 4, "queries": queries, "keys": 700, "head_dim": 64}
-    case = Case(**sizes, weight=True, content=1, window=300, documents=5)
-    assert error_of(case, BACKENDS[backend], torch.float32, "cuda") < TOLERANCE[torch.float32]
-
-
-def test_auto_is_triton_with_a_table_and_flash_without(monkeypatch):
-    acted = []
-
-    def noted(name, function, *tensors, **more):
-        acted.append(name)
-        return function(*tensors, **more)
-
-    for name in ("sdpa", "triton"):
-        monkeypatch.setitem(BACKENDS, name, partial(noted, name, BACKENDS[name]))
-    q, k, v = torch.randn(3, 2, 4, 512, 64, device="cuda", dtype=torch.bfloat16)
-    attention(q, k, v, torch.randn(4, 512, device="cuda"))
-    assert set(acted) == {"triton"}
-    acted.clear()
-    attention(q, k, v)
-    assert acted == ["sdpa"]

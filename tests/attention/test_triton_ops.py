@@ -24,7 +24,7 @@ def inputs(*, bias=True, weight=False) -> list[torch.Tensor | None]:
 
 
 def test_compiled_code_has_no_break_and_the_same_bits():
-    more = {"window": 15, "chunk": 6, "segments": SEGMENTS.to(DEVICE)}
+    more = {"window": 6, "segments": SEGMENTS.to(DEVICE)}
     tensors = inputs(weight=True)
 
     def layer(q, k, v, bias, weight):
@@ -47,10 +47,6 @@ def test_a_copy_of_the_code_has_operators_of_its_own():
     spec.loader.exec_module(copy)
     for name in ("attention_op", "attention_backward_op"):
         assert getattr(copy, name)._qualname != getattr(triton_kernel, name)._qualname
-
-
-def test_shapes_strides_and_gradients_are_declared_as_they_are():
-    torch.library.opcheck(attention_op, (*inputs(bias=False), None, 5))
 
 
 def test_gradients_of_a_table_that_is_transposed_have_the_declared_strides():

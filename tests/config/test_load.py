@@ -58,15 +58,6 @@ def test_every_path_of_the_user_is_read_as_a_shell_reads_it(tmp_path, monkeypatc
     data = loaded("train_data_paths=[~/a, $DATA/b]", "valid_data_paths=$DATA/c,~/d").data
     assert data.train_data_paths == ("/home/anna/a", "/data/b")
     assert data.valid_data_paths == ("/data/c", "/home/anna/d")
-    written = [loaded(f"data_path={path}").hash for path in ("~/text", "$DATA/text", "a/text")]
-    assert len(set(written)) == 1
-
-
-def test_usual_names_of_encodings_are_ours():
-    for name, usual in {"rotary": "rope", "none": "nope"}.items():
-        assert loaded(f"pos_emb={usual}").hash == loaded(f"pos_emb={name}").hash
-        layers = [loaded(f"pos_emb_layers=[{first}, alibi]").hash for first in (name, usual)]
-        assert len(set(layers)) == 1
 
 
 def test_another_encoding_drops_the_options_of_the_earlier_one(tmp_path):
@@ -75,11 +66,9 @@ def test_another_encoding_drops_the_options_of_the_earlier_one(tmp_path):
     assert config.position.pos_emb_args == {}
     assert any("pos_emb_args of mep_free are dropped" in note for note in config.notes)
     assert load([file], [*SIZES, "pos_emb=mep_free"]).position.pos_emb_args != {}
-    config = load([file], [*SIZES, "pos_emb_layers=[rotary, none]", "window_layers=[8, null]"])
-    assert (config.position.pos_emb, config.attention.window_layers) == ("rotary", (8, None))
-    assert "pos_emb, pos_emb_args: dropped, because a later source sets pos_emb_layers" in (
-        config.notes
-    )
+    config = load([file], [*SIZES, "pos_emb_layers=[rotary, none]"])
+    note = "pos_emb, pos_emb_args: dropped, because a later source sets pos_emb_layers"
+    assert note in config.notes
 
 
 def test_a_word_for_a_text_key_is_taken_as_text():
@@ -132,16 +121,6 @@ def test_a_key_may_be_given_twice_with_one_value(tmp_path):
     assert load([file], SIZES).model.seq_length == 64
 
 
-def test_aliases_and_merged_mappings_are_read(tmp_path):
-    mixture = "&small {kernels: [exp, {exp: 0.5}], weights: equal}"
-    layers = f"[{{mep: {mixture}}}, {{mep: {{<<: *small, weights: learned}}}}]"
-    write(tmp_path / "anchors.yml", f"pos_emb_layers: {layers}\n")
-    plain = layers.replace("&small", "").replace("<<: *small", "kernels: [exp, {exp: 0.5}]")
-    words = [f"pos_emb_layers={plain}"]
-    sizes = [*SIZES, "num_layers=2"]
-    assert load([tmp_path / "anchors.yml"], sizes).hash == load([], [*sizes, *words]).hash
-
-
 def test_sections_cannot_be_changed_and_loading_does_not_move_the_random_generator():
     torch.manual_seed(0)
     expected = torch.rand(3)
@@ -165,19 +144,9 @@ def test_training_and_evaluation_name_all_keys_that_are_missing():
             loaded(*words).require_for(purpose)
         assert [line.split(":")[0] for line in str(raised.value).split("\n  ")[1:]] == keys
     loaded("data_path=a", "train_iters=1", "save=b").require_for("train")
-    loaded(*BLEND, "train_epochs=2", "save=b").require_for("train")
     loaded("save=b").require_for("evaluate")
     assert loaded("train_iters=0").only_measures
     assert not loaded().only_measures
-
-
-def test_a_later_source_chooses_between_steps_and_epochs(tmp_path):
-    file = write(tmp_path / "run.yml", "train_iters: 50000\n")
-    config = load([file], [*SIZES, *BLEND, "train_epochs=2"])
-    assert (config.training.train_epochs, config.training.train_iters) == (2, 0)
-    assert config.notes == ("train_iters: dropped, because a later source sets train_epochs",)
-    file = write(tmp_path / "run.yml", "train_epochs: 2\n")
-    assert load([file], [*SIZES, *BLEND, "train_iters=5"]).training.train_epochs is None
 
 
 def test_a_split_beside_whole_corpora_and_links_to_trained_text_are_noticed(tmp_path):
@@ -255,7 +224,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4), st.text(max_size=12))
 @example({"pos_emb_file": False, "pos_emb": []}, "")  # found once, and rarely drawn
 def test_any_value_of_any_key_loads_or_is_a_fault(drawn, word):

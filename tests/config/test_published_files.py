@@ -1,6 +1,5 @@
 """All 30 files of KERPLE and all 777 of MEP load, and nothing about their mixtures is guessed."""
 
-import json
 import os
 import sys
 from collections import Counter
@@ -15,7 +14,7 @@ from megatron.errors import UserError
 from megatron.positions import REGISTRY, options_of
 from tests.config.small import loaded
 from tests.published import KERPLE, MEP, experiments, files_of, one_of_each, write_bases
-from tools.migrate_config import mixture_named
+from tools.explain_config import mixture_named
 
 ALL = [*experiments(MEP), *experiments(KERPLE)]
 SOME = [*one_of_each(MEP), *one_of_each(KERPLE)]
@@ -109,18 +108,14 @@ def test_deepy_makes_no_training_steps_an_evaluation(bases, monkeypatch):
     assert started == ["train.py", "evaluate.py"]
 
 
-def test_the_width_of_llamas_mlp_is_that_of_the_published_models(tmp_path):
+def test_the_width_of_llamas_mlp_is_that_of_the_published_models():
     """GPT-NeoX's files of Llama, whose models have these widths on Hugging Face."""
     for hidden, width, multiple, published in (
         (4096, 32768, 256, 11008),
-        (6656, 53248, 256, 17920),
         (8192, 86016, 4096, 28672),
     ):
-        file = tmp_path / "llama.yml"
-        keys = {"num_layers": 1, "hidden_size": hidden, "num_attention_heads": 32}
-        keys |= {"intermediate_size": width, "mlp_multiple_of": multiple, "activation": "swiglu"}
-        file.write_text(json.dumps(keys | {"seq_length": 64}))
-        assert load([file]).model.intermediate_size == published
-    file.write_text(json.dumps(keys | {"seq_length": 64, "activation": "gelu"}))
+        words = [f"hidden_size={hidden}", "num_attention_heads=32", f"intermediate_size={width}"]
+        words += [f"mlp_multiple_of={multiple}", "activation=swiglu"]
+        assert loaded(*words).model.intermediate_size == published
     with pytest.raises(UserError, match="mlp_multiple_of: 4096 is read beside intermediate_size"):
-        load([file])
+        loaded(*words, "activation=gelu")

@@ -1,27 +1,20 @@
-"""Pieces, words and several processes give the ids that the library gives for the whole text."""
+"""Words and several processes give the ids that the library gives for the whole text."""
 
 import random
-from itertools import chain
 
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
+from tokenizers import Regex, normalizers, pre_tokenizers
 
 from megatron.data import encoding
 from megatron.data.encoding import (
     Encoder,
-    TextPiece,
     TokenizerFiles,
     batches_of,
     encode_in_order,
     words_of,
 )
-from megatron.data.tokenizers import tokenizer as module
-from megatron.data.tokenizers.build import build_tokenizer
-from megatron.data.tokenizers.tokenizer import pieces
 from megatron.data.tokenizers.train import train_tokenizer
 from megatron.errors import UserError
 
@@ -38,7 +31,7 @@ def files_of(folder, inner=None):
     """The files of a tokenizer of the library, as another process builds it."""
     path = folder / "tokenizer.json"
     path.write_text(inner.to_str() if inner else TRAINED)
-    return TokenizerFiles("HFTokenizer", path, None, build_tokenizer("HFTokenizer", path).hash)
+    return TokenizerFiles("HFTokenizer", path)
 
 
 def whole(texts, text=TRAINED):
@@ -70,73 +63,43 @@ def test_words_have_the_ids_of_the_whole_text(tmp_path):
     check(Encoder(files_of(tmp_path, inner)).encode(texts), whole(texts, inner.to_str()))
 
 
-def test_words_and_cuts_are_taken_only_where_that_is_proved(tmp_path):
+def test_words_are_taken_only_where_that_is_proved(tmp_path):
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
     prefix = pre_tokenizers.ByteLevel(add_prefix_space=True)
     split = pre_tokenizers.Split(Regex(r"\s+|\S+"), "isolated")
     whole_words = pre_tokenizers.ByteLevel(use_regex=False)
     pattern = pre_tokenizers.Sequence([split, whole_words])
-    for before, added, cuttable, by_words in (
-        (plain, [], True, True),
-        (plain, [AddedToken("cat")], True, False),
-        (plain, ["a b"], False, False),
-        (prefix, [], False, False),
-        (whole_words, [], False, False),
-        (pattern, [], False, False),
+    for before, added, by_words in (
+        (plain, [], True),
+        (plain, ["cat"], False),
+        (prefix, [], False),
+        (whole_words, [], False),
+        (pattern, [], False),
     ):
         inner = tokenizers.Tokenizer.from_str(TRAINED)
         inner.pre_tokenizer = before
         inner.add_tokens(added)
         encoder = Encoder(files_of(tmp_path, inner))
-        has = encoder.tokenizer
-        assert (has.cuttable, has.by_words) == (cuttable, by_words)
+        assert encoder.tokenizer.by_words == by_words
         check(encoder.encode([SAMPLE]), whole([SAMPLE], inner.to_str()))
-
-
-# --- Pieces of long texts ---
-
-WORDS = st.sampled_from(
-    [*SPACES, "  ", "\n\n", "'s", "'", "a", "é", "e\u0301", "7", "²", "中", "!"]
-)
-TEXTS = st.lists(st.one_of(WORDS, st.characters(exclude_categories=["Cs"])), max_size=40)
-
-
-@settings(max_examples=100, deadline=None)
-@given(parts=TEXTS, size=st.integers(1, 9))
-def test_pieces_have_the_tokens_of_the_whole(parts, size):
-    text = "".join(parts)
-    cut = list(pieces(text, where="text", size=size))
-    assert "".join(cut) == text
-    assert list(chain(*whole(cut))) == whole([text])[0]
-
-
-def test_what_cannot_be_cut_is_bounded(monkeypatch):
-    assert len(list(pieces(SAMPLE, where="text", size=50))) > len(SAMPLE) / 70
-    monkeypatch.setattr(module, "UNBROKEN", 10)
-    assert list(pieces("a" * 10, where="c: document 1", size=4)) == ["a" * 10]
-    with pytest.raises(UserError, match="c: document 1: has 11 characters without a space or line"):
-        list(pieces("a" * 11, where="c: document 1", size=4))
-    with pytest.raises(UserError, match="without a place where this tokenizer may be cut"):
-        list(pieces("a a a a a a", where="c: document 1", size=4, cuttable=False))
 
 
 # --- Several processes ---
 
 DOCUMENTS = ["", "a cat", "naïve 日本語\n", *(f"text {number} " * 30 for number in range(60))]
-PIECES = [TextPiece(text, last=True) for text in DOCUMENTS]
 
 
 def test_two_processes_give_the_ids_of_the_library_in_order(tmp_path):
     expected = whole(DOCUMENTS)
     for workers in (1, 2):
-        done = list(encode_in_order(batches_of(PIECES, 700), files_of(tmp_path), workers))
-        assert [piece for batch, _ in done for piece in batch] == PIECES
+        done = list(encode_in_order(batches_of(DOCUMENTS, 700), files_of(tmp_path), workers))
+        assert [text for batch, _ in done for text in batch] == DOCUMENTS
         check([ids for _, encoded in done for ids in encoded], expected)
 
 
 def test_a_lost_process_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(encoding, "AHEAD", 1)
-    ordered = encode_in_order(batches_of(PIECES, 700), files_of(tmp_path), 2)
+    ordered = encode_in_order(batches_of(DOCUMENTS, 700), files_of(tmp_path), 2)
     next(ordered)
     for process in encoding.multiprocessing.active_children():
         process.kill()

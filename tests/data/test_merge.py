@@ -50,16 +50,7 @@ def test_the_documents_follow_each_other_and_the_card_knows_all_sources(pair, ca
     assert card["command"] == ["merge_data.py", *pair, "-o", str(output)]
 
 
-def test_files_without_a_card_are_taken_only_where_the_user_says_so(pair, capsys, caplog):
+def test_files_without_a_card_are_refused(pair, capsys):
     bare = write("bare", SECOND, np.int32)
-    words = [*pair, bare, "-o", "three"]
-    assert main(words) == 1
-    assert "has no .json that names its tokenizer" in capsys.readouterr().err
-    assert main([*words, "--assume-same-tokenizer"]) == 0
-    merged = TokenFile.open("three")
-    assert merged.dtype == np.int32
-    assert merged.meta["sources"][2]["path"] == f"{bare}.bin"
-    assert "text_bytes" not in merged.meta, "one of them is unknown"
-    again = write("again", SECOND, number=1)
-    assert main([pair[0], again, "-o", "twice"]) == 0
-    assert f"took from there are there several times: {'1' * 12}" in caplog.text
+    assert main([*pair, bare, "-o", "three"]) == 1
+    assert "bare: was not written by the tokenizer of a (no card)" in capsys.readouterr().err

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from megatron.data.samples import build_split, split_documents
 from megatron.data.tokens import TokenFile, TokenWriter
 from megatron.errors import UserError
-from tests.support import together
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "data"
 RUNS = json.loads((GOLDEN / "expected.json").read_text())["runs"]
@@ -146,15 +145,3 @@ def test_a_place_where_maps_cannot_be_kept_works_without(corpus, caplog):
     (corpus.prefix.parent / "corpus_index_maps").write_text("a file where the folder should be")
     assert first(corpus) == expected
     assert "index maps are not kept, every start builds them anew" in caplog.text
-
-
-def test_ranks_that_build_at_the_same_time_get_the_same_maps(corpus):
-    def window(barrier):
-        tokens = TokenFile.open(corpus.prefix)
-        barrier.wait()
-        return build_split(tokens, part="train", length=8, seed=1235)[5].tolist()
-
-    several = together(window, 6)
-    maps_folder(corpus)
-    alone = build_split(corpus, part="train", length=8, seed=1235)[5].tolist()
-    assert several == [alone] * 6

@@ -2,22 +2,16 @@
 
 import importlib.metadata
 import itertools
-import random
-import sysconfig
 from pathlib import Path
 
 import pytest
 
-from megatron.data.corpora import source_code
 from megatron.data.corpora.recipes import named, read_recipe
 from megatron.data.corpora.source_code import (
-    FOREIGN,
     Environment,
     Package,
     Repeats,
-    StandardLibrary,
     digest_of,
-    documents_of,
 )
 from megatron.errors import UserError
 from megatron.files import ROOT
@@ -25,43 +19,14 @@ from megatron.files import ROOT
 CODE = "def f(x):\n    return x\n" * 30
 
 
-def test_stdlib_is_the_running_pythons_own_source_in_an_order_that_is_always_the_same():
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = [path for path in root.rglob("*.py") if not FOREIGN & set(path.parts)]
-    files.sort()
-    random.Random(1234).shuffle(files)
-    assert StandardLibrary(limit=20).paths == files[:20]
-
-
-def test_a_document_of_repeats_is_a_few_random_words_again_and_again_the_same_everywhere():
-    first, again = (list(itertools.islice(Repeats().documents(), 300)) for _ in range(2))
-    assert first == again
+def test_a_document_of_repeats_is_a_few_random_words_again_and_again():
     periods = set()
-    for document in first:
+    for document in itertools.islice(Repeats().documents(), 300):
         words = document.split()
         [period] = [n for n in (4, 8, 16, 32, 64, 128) if words[n:] == words[:-n]][:1]
         periods.add(period)
         assert len(words) == 200
     assert periods == {4, 8, 16, 32, 64, 128}
-
-
-def test_files_are_decoded_as_python_does_and_those_it_cannot_decode_are_counted(tmp_path):
-    Path("package").mkdir()
-    Path("site-packages").mkdir()
-    Path("a.py").write_bytes("# coding: latin-1\r\nx = 'é'\n".encode("latin-1"))
-    Path("package/b.py").write_bytes(b"x = '\xff'\n")
-    Path("package/c.py").write_bytes(b"# coding: no-such\n")
-    Path("site-packages/d.py").write_text("d = 1\n")
-    Path("notes.txt").write_text("no Python")
-    library = StandardLibrary(tmp_path)
-    assert list(library.documents()) == ["# coding: latin-1\nx = 'é'\n"]
-    assert library.skips == {"not decoded": 2}
-    [before] = library.sources()
-    assert (before["files"], before["bytes"]) == (3, 27 + 8 + 18)
-    Path("a.py").write_text("y = 1\n")
-    assert library.sources()[0]["sha256"] != before["sha256"]
-    with pytest.raises(UserError, match=r"stdlib: .* has no \.py files - use a Python that comes"):
-        StandardLibrary(Path("none"))
 
 
 @pytest.fixture
@@ -82,7 +47,7 @@ def installed(monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", ["environment", "pure_python"])
-def test_a_recipe_is_what_constraints_install_on_every_version_of_python(recipe, monkeypatch):
+def test_a_recipe_is_what_constraints_install_on_every_version_of_python(recipe):
     pins = dict(
         line.split("==")
         for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
@@ -99,13 +64,7 @@ def test_a_recipe_is_what_constraints_install_on_every_version_of_python(recipe,
     ]
     if different:
         pytest.skip(f"other versions than those of constraints.txt: {', '.join(different)}")
-    found = documents_of(packages)
-    monkeypatch.setattr(source_code, "documents_of", lambda _: found)  # read once
-    for name, files in found.items():
-        facts = len(files), sum(len(file.content) for file in files), digest_of(files)
-        assert facts == (packages[name].documents, packages[name].bytes, packages[name].sha256)
-
-    corpus = named(recipe)
+    corpus = named(recipe)  # which compares the sums of the files with the recipe
     documents = list(corpus.documents())
     assert len(documents) == sum(fixed.documents for fixed in packages.values())
     path = Path(importlib.metadata.distribution("networkx").locate_file("networkx/convert.py"))
@@ -121,13 +80,6 @@ def test_another_text_than_the_recipes_is_refused(installed):
     assert list(Environment("mine", {"ccc": right}).documents()) == [CODE]
 
     changed = right.model_copy(update={"sha256": "0" * 64})
-    with pytest.raises(UserError, match=r"mine: the files of ccc 1.0 are not those of the recipe"):
-        list(Environment("mine", {"ccc": changed}).documents())
-    newer = right.model_copy(update={"version": "1.1"})
-    with pytest.raises(UserError) as raised:
-        Environment("mine", {"no_such_package": right, "ccc": newer})
-    assert str(raised.value) == (
-        "mine: no_such_package 1.0 is needed, nothing is installed; ccc 1.1 is needed, 1.0 is"
-        " installed - install with pip what is needed, or all of constraints.txt, as `make` does"
-        " without CONSTRAINTS="
-    )
+    for name, recipe in (("ccc", changed), ("no_such_package", right)):
+        with pytest.raises(UserError, match=f"mine: needs the files of {name} 1.0, and others are"):
+            list(Environment("mine", {name: recipe}).documents())

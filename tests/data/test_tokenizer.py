@@ -139,25 +139,20 @@ def test_gpt2_is_gpt2():
         build_tokenizer("HFTokenizer", SHARED / "gpt2-tokenizer.json"),
         build_tokenizer("TiktokenTokenizer", "gpt2.tiktoken"),
     ):
-        assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.cuttable) == (50257, 50256, True)
+        assert (tokenizer.vocab_size, tokenizer.eod) == (50257, 50256)
         assert tokenizer.encode("The quick brown fox jumps over the lazy dog") == fox
         assert tokenizer.encode_batch(texts) == pair.encode_batch(texts)
 
 
-def test_patterns_and_published_files_are_those_of_tiktoken(folder, monkeypatch):
-    sums = []
+def test_patterns_are_those_of_tiktoken(folder, monkeypatch):
     ranks = tiktoken.load.load_tiktoken_bpe(str(folder / "mine.gpt2.tiktoken"))
     for loader in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
-        monkeypatch.setattr(
-            published, loader, lambda *_, expected_hash="", **__: sums.append(expected_hash) or {}
-        )
+        monkeypatch.setattr(published, loader, lambda *_, **__: {})
     for name, ours in published_ranks().items():
-        sums.clear()
         theirs = published.ENCODING_CONSTRUCTORS[name]()
         special = theirs["special_tokens"]
         size = theirs.get("explicit_n_vocab") or max(special.values()) + 1
         assert (ours.pattern, ours.eod, ours.size) == (theirs["pat_str"], special[END], size)
-        assert sums == [ours.sha256] or name == "gpt2"  # which tiktoken reads from two other files
     encoding = tiktoken.Encoding(
         "t", pat_str=ours.pattern, mergeable_ranks=ranks, special_tokens={}
     )
@@ -182,24 +177,13 @@ def test_ids_of_a_sentencepiece_model_are_its_own():
         assert ours.decode(ours.encode(f"a{END}b")) == f"a{END}b"
 
 
-def test_a_vocabulary_has_room_for_all_bytes_and_not_more_than_the_memory():
-    with pytest.raises(UserError, match=r"^vocab_size: 256 cannot hold the 256 bytes and .*257"):
-        train_tokenizer(TEXTS, 256)
-    with pytest.raises(UserError, match=r"100000000000000 is more than any .* at most 4000000"):
-        train_tokenizer(TEXTS, 10**14)
-
-
 def test_without_endoftext_the_end_is_what_the_file_beside_it_says():
     file, settings = Path("tokenizer.json"), Path("tokenizer_config.json")
     model = models.WordLevel({"Hello": 0, "</s>": 1, "world": 2, "None": 3}, unk_token="Hello")
     Tokenizer(model).save(str(file))
-    for content, message in (
-        ({"eos_token": "<end>"}, r"'<end>', the eos_token of .* is no token of it"),
-        ({"eos_token": None}, r"no eos_token of tokenizer_config\.json beside it"),
-        ({}, r"no eos_token of tokenizer_config\.json beside it"),
-    ):
+    for content in ({"eos_token": "<end>"}, {"eos_token": None}, {}):
         settings.write_text(json.dumps(content))
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match=r"and no eos_token of tokenizer_config\.json beside"):
             build_tokenizer("HFTokenizer", file)
     hashes = set()
     for end, number in (("</s>", 1), ({"content": "</s>", "lstrip": False}, 1), ("world", 2)):
@@ -238,22 +222,17 @@ def unigram(end):
     return json.dumps({"version": "1.0", "added_tokens": [added], "model": model}).encode()
 
 
-def test_wrong_files_are_explained(folder):
-    """What is missing, empty or of another kind is asked of the command (tests/bad_inputs)."""
+def test_wrong_files_are_one_message(folder):
+    """What is missing or empty is asked of the command (tests/bad_inputs)."""
     vocab_text = (folder / "slow" / "vocab.json").read_text()
-    vocab = json.loads(vocab_text)
-    without_end = {key: value for key, value in vocab.items() if key != END}
+    without_end = {key: value for key, value in json.loads(vocab_text).items() if key != END}
     spm("no_end.model", eos_id=-1)
     contents = {
         "vocab.json": vocab_text.encode(),
         "merges.txt": (folder / "slow" / "merges.txt").read_bytes(),
-        "numbers": json.dumps({"a": 0, "b": 0, END: 1}).encode(),
-        "highest": json.dumps(vocab | {"the": 10**8}).encode(),
         "endless": json.dumps(without_end).encode(),
         "foreign": b"#version: 0.2\nzq xq\n",
         "t5.json": unigram(END),
-        "marked": b"\xef\xbb\xbf" + vocab_text.encode(),
-        "llama3.model": ranks_file(),
         "cut.model": (folder / "tokenizer.model").read_bytes()[:3000],
         "cl100k_base.tiktoken": ranks_file(),
         "mine.tiktoken": ranks_file(),
@@ -261,29 +240,28 @@ def test_wrong_files_are_explained(folder):
     }
     for name, content in contents.items():
         Path(name).write_bytes(content)
+    pair = "are not GPT-2's vocab.json and merges.txt: "
     cases = [
-        ("GPT2BPE", "merges.txt vocab.json", "are not GPT-2's vocab.json and merges.txt - give"),
-        ("GPT2BPE", "marked merges.txt", "marked begins with a byte order mark - save it without"),
-        ("GPT2BPE", "numbers merges.txt", "does not give every token its own number"),
-        ("GPT2BPE", "highest merges.txt", "the number 100000000, but has only 401"),
-        ("GPT2BPE", "endless merges.txt", "lacks 1 of the 256 bytes and <|endoftext|>"),
-        ("GPT2BPE", "vocab.json foreign", "merge_file: foreign does not belong to"),
+        ("GPT2BPE", "merges.txt vocab.json", pair),
+        (
+            "GPT2BPE",
+            "endless merges.txt",
+            f"{pair}1 of the 256 bytes and <|endoftext|> are missing",
+        ),
+        ("GPT2BPE", "vocab.json foreign", pair),
         ("HF", "t5.json", "the number that ends documents - take"),
-        ("HF", "cut.model", "use tokenizer_type: SPMTokenizer, which does"),
+        ("HF", "vocab.json", "vocab.json is no tokenizer.json that the library can read: "),
         ("SPM", "cut.model", "is not a SentencePiece model: "),
-        ("SPM", "llama3.model", "holds tiktoken's ranks"),
         ("SPM", "no_end.model", "has neither <|endoftext|> nor an end of a sentence"),
-        ("Tiktoken", "cl100k_base.tiktoken", "is not the file that was published under that name"),
+        ("Tiktoken", "cl100k_base.tiktoken", "the file of ranks that it should be: not the publ"),
         ("Tiktoken", "mine.tiktoken", "does not say its pattern, and nothing is fetched - give"),
-        ("Tiktoken", "a.gpt2.tiktoken", "is not a file of ranks: it lacks some of the 256 bytes"),
+        ("Tiktoken", "a.gpt2.tiktoken", "that it should be: it lacks some of the 256 bytes"),
     ]
     for kind, names, message in cases:
         with pytest.raises(UserError) as caught:
             build_tokenizer(f"{kind}Tokenizer", *names.split())
         assert message in str(caught.value)
         assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match=r"has no tokenizer\.json - let transformers write it"):
-        build_tokenizer("HFTokenizer", folder / "slow")
 
 
 def letters(path, *, dropout=None, unknown=None):
@@ -302,7 +280,9 @@ def test_no_character_is_lost_and_no_token_is_random():
     tokenizer = build_tokenizer("HFTokenizer", "random.json")
     assert tokenizer.encode_batch(["cabat"] * 50) == [whole.encode("cabat").ids] * 50
     assert len(whole.encode("cabot").ids) == 2, "the library leaves a letter out"
-    with pytest.raises(UserError, match=r"has no token for 'o' and would leave it out - give a"):
+    with pytest.raises(
+        UserError, match=r"cannot encode a text and would leave characters out: .* - g"
+    ):
         tokenizer.encode_batch(["cabat", "cabot"])
     assert json.loads(tokenizer.to_json()) == json.loads(whole.to_str())
     letters("unknown.json", unknown="a")

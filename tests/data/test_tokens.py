@@ -1,13 +1,8 @@
 """Token files in the format of GPT-NeoX and Megatron-Core: read, written, and what is refused."""
 
 import hashlib
-import json
-import os
 import pickle
 import struct
-import subprocess
-import sys
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +14,6 @@ from megatron.data.tokens import TokenFile, TokenWriter, verify
 from megatron.errors import UserError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "data" / "corpus_text_document"
-CORE = os.environ.get("MEGATRON_CORE", "")
-needs_core = pytest.mark.skipif(
-    not CORE,
-    reason="MEGATRON_CORE names no folder: pip install --no-deps --target FOLDER megatron-core",
-)
 
 
 def write(prefix, documents, dtype=np.uint16, **options):
@@ -107,9 +97,6 @@ def test_a_damaged_index_is_recognised_wherever_the_damage_is(monkeypatch):
         write_bytes("c", [[1, 2], [3], [4]], firsts)
         with pytest.raises(UserError, match="its document index does not rise from 0 to the num"):
             TokenFile.open("c")
-    write_bytes("c", [[]], [0, 1])
-    with pytest.raises(UserError, match=r"c\.bin: has no tokens"):
-        TokenFile.open("c")
     monkeypatch.setattr(token_index, "PIECE", 2)
     write_bytes("c", [[1], [2], [3], [4], [5]], range(6))
     whole = Path("c.idx").read_bytes()
@@ -118,7 +105,7 @@ def test_a_damaged_index_is_recognised_wherever_the_damage_is(monkeypatch):
             damaged = bytearray(whole)
             damaged[place] ^= 0x80
             Path("c.idx").write_bytes(damaged)
-            with pytest.raises(UserError, match=f"disagree: sequence {sequence} begins at byte"):
+            with pytest.raises(UserError, match="its lengths and pointers disagree"):
                 TokenFile.open("c")
 
 
@@ -126,14 +113,8 @@ def test_a_flipped_byte_in_either_file_is_noticed():
     write("c", [[1, 2], [3]], meta={"corpus": "mine"})
     contents = {suffix: Path(f"c.{suffix}").read_bytes() for suffix in ("bin", "idx")}
     sums = {suffix: hashlib.sha256(content).hexdigest() for suffix, content in contents.items()}
-    meta = TokenFile.open("c").meta
     facts = {"corpus": "mine", "documents": 2, "tokens": 3, "sha256": sums}
-    text = json.dumps(facts, sort_keys=True)
-    assert meta == facts | {"checksum": f"{zlib.crc32(text.encode()):08x}"}
-    Path("c.json").write_text(json.dumps(meta | {"text_bytes": 9}))
-    with pytest.raises(UserError, match=r"c\.json: does not agree with its checksum"):
-        TokenFile.open("c")
-    Path("c.json").write_text(json.dumps(meta))
+    assert TokenFile.open("c").meta == facts
     for suffix, whole in contents.items():
         for place in range(len(whole)):
             flipped = bytearray(whole)
@@ -144,12 +125,6 @@ def test_a_flipped_byte_in_either_file_is_noticed():
         Path(f"c.{suffix}").write_bytes(whole)
     assert verify("c").endswith("c: 2 documents, 3 tokens are whole (sha256 and range of uint16)")
     assert verify(GOLDEN).endswith("are whole (range of uint16; PREFIX.json has no sha256)")
-
-
-def test_a_text_without_ends_of_documents_is_no_text_beside_another_index():
-    for documents in ([[7, 8], [9, 0]], [[7, 0, 8], [9]], [[7, 0, 8], [9, 8, 0], [7, 0]]):
-        tokens = TokenFile.open(write("c", documents, overwrite=True))
-        tokens.check_tokenizer(build_tokenizer("CharLevelTokenizer"))
 
 
 def test_the_tokenizer_that_wrote_a_file_is_told_from_another():
@@ -167,23 +142,8 @@ def test_the_tokenizer_that_wrote_a_file_is_told_from_another():
         with pytest.raises(UserError, match=message):
             tokens.check_tokenizer(ours)
     tokens = TokenFile.open(write("c", [[512]], overwrite=True))
+    tokens.check_tokenizer(ours)
     with pytest.raises(UserError, match="holds token 512, but the vocabulary ends at 511"):
-        tokens.check_tokenizer(ours)
-
-
-def test_an_id_that_no_vocabulary_has_is_refused_in_a_worker_too():
-    write("c", [[1, 2], [5, -1]], np.int32)
-    tokens = TokenFile.open("c")
-    for opened in (tokens, pickle.loads(pickle.dumps(tokens))):
-        assert opened.read(1, 0, 1).tolist() == [5]
-        with pytest.raises(UserError, match=r"c\.bin: document 1 holds token -1, but"):
-            opened.read(1)
-
-
-def test_a_file_that_is_cut_while_it_is_read_is_an_error_and_no_signal():
-    tokens = TokenFile.open(write("c", [np.arange(60_000)]))
-    os.truncate(Path("c.bin"), 20)
-    with pytest.raises(UserError, match=r"c\.bin: was changed while it was read: it has 20 bytes"):
         tokens.read(0)
 
 
@@ -221,35 +181,3 @@ def test_a_fault_while_writing_leaves_the_old_file_and_nothing_else():
         assert {path.name: path.read_bytes() for path in Path().iterdir()} == before
     tokens = TokenFile.open(write("c", [[3]], overwrite=True))
     assert (tokens.read(0).tolist(), tokens.meta) == ([3], {})
-
-
-CORES = """
-import sys, numpy, torch
-from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-ours, theirs, dtype = sys.argv[1:]
-builder = IndexedDatasetBuilder(theirs + ".bin", dtype=getattr(numpy, dtype))
-builder.add_item(torch.tensor([1, 2, 3]))
-builder.end_document()
-builder.add_document(torch.tensor([4, 5, 6]), [2, 1])
-builder.add_item(torch.tensor([127]))
-builder.end_document()
-builder.finalize(theirs + ".idx")
-tokens = IndexedDataset(ours)
-print(tokens.index.dtype.__name__, tokens.document_indices.tolist(), [i.tolist() for i in tokens])
-"""
-
-
-@needs_core
-def test_megatron_core_reads_and_writes_the_same_files():
-    documents = [[1, 2, 3], [4, 5, 6], [127]]
-    for dtype in ("uint16", "int32"):
-        ours, theirs = Path(f"ours{dtype}"), Path(f"theirs{dtype}")
-        write(ours, documents, dtype)
-        # In a process of its own: its package has the name of ours.
-        command = [sys.executable, "-W", "ignore", "-c", CORES, str(ours), str(theirs), dtype]
-        environment = {**os.environ, "PYTHONPATH": CORE}
-        read = subprocess.run(command, env=environment, cwd="/", capture_output=True, check=True)
-        assert read.stdout.decode().strip() == f"{dtype} [0, 1, 2, 3] {documents}"
-        tokens = TokenFile.open(theirs)
-        assert (tokens.dtype, documents_of(tokens)) == (dtype, documents)
-        assert Path(f"{ours}.bin").read_bytes() == Path(f"{theirs}.bin").read_bytes()

@@ -17,7 +17,7 @@ from megatron.data.samples import build_split, split_documents
 from megatron.data.tokens import TokenFile, TokenWriter
 from megatron.errors import UserError
 from megatron.evaluation.perplexity import measured
-from megatron.protocols import OPTIONS, PROTOCOLS, HeldOutText, Protocol, Request, protocol_of
+from megatron.protocols import OPTIONS, PROTOCOLS, HeldOutText, Request, protocol_of
 from megatron.results.row import SETTING
 from megatron.results.table import by_length
 
@@ -27,7 +27,7 @@ RUNS = json.loads((GOLDEN / "expected.json").read_text())["runs"]
 VALID = [run for run in RUNS if run["split"] == "valid"]
 SIZES = [30, 200, 7, 64, 65, 300, 40, 129, 1, 90]
 LENGTHS = [16, 32, 64]
-SMALL = {"tail": 8, "ends": 10}
+SMALL = {"tail": 8}
 OF_TEXT = [name for name in PROTOCOLS if name != "task"]  # which has test_task.py
 every_protocol = pytest.mark.parametrize("protocol", OF_TEXT)
 
@@ -87,7 +87,7 @@ def scored(protocol, length):
     region = range(1, 513)
     if protocol in ("equal_tokens", "position"):
         return [(target, (target - 1) % length) for target in region]
-    if protocol in ("tail", "gap"):
+    if protocol == "tail":
         ends = [64 + 16 * number for number in range(29)]
         return [(end - back, length - 1 - back) for end in ends for back in reversed(range(8))]
     if protocol == "sliding":  # half a window each time: after the first the later half
@@ -125,10 +125,9 @@ def test_a_protocol_gives_the_value_computed_by_hand_at_every_length(tokens, pro
 
 def test_a_region_is_that_of_the_targets_and_of_their_places(tokens, tmp_path):
     text = held_out(tokens, [32, 64])
-    names = ("equal_tokens", "sliding", "tail", "gap", "paper")
+    names = ("equal_tokens", "sliding", "tail", "paper")
     regions = {name: windows_of(name, text)[1].region for name in names}
     assert regions["equal_tokens"] == regions["sliding"]
-    assert regions["tail"] == regions["gap"]
     assert len(set(regions.values())) == 3
     with TokenWriter(tmp_path / "twice", np.uint16) as writer:
         for _ in range(2):
@@ -140,26 +139,7 @@ def test_a_region_is_that_of_the_targets_and_of_their_places(tokens, tmp_path):
     assert train.region != valid.region
 
 
-def test_a_gap_has_other_text_between_the_ends_of_the_windows_of_tail(tokens):
-    text = held_out(tokens, [16, 64])  # of 513 tokens
-    tails, gaps = windows_of("tail", text), windows_of("gap", text)
-    np.testing.assert_array_equal(tails[0].ids, gaps[0].ids, "too short for a gap")
-    for whole, window in zip(tails[1].ids, gaps[1].ids, strict=True):
-        np.testing.assert_array_equal(whole[:10], window[:10])
-        np.testing.assert_array_equal(whole[55:], window[55:])
-        # 448 tokens are beside the window, 45 are needed: 201 stand between on one side.
-        expected = (whole[-1] + 202 + np.arange(45)) % 513
-        np.testing.assert_array_equal(window[10:55], expected)
-        assert not set(window[10:55]) & set(whole)
-    with pytest.raises(UserError, match=r"needs 45 tokens of .* region has 0 beside"):
-        windows_of("gap", held_out(tokens, [64], eval_tokens=64))
-    with pytest.raises(UserError, match=r"--tail 12: must be 1 to 10, the tokens of an end"):
-        windows_of("gap", text, tail=12)
-
-
-def test_every_option_of_a_protocol_is_a_key_of_its_rows_and_stands_in_the_docs(tokens):
-    table = (ROOT / "docs/evaluation.md").read_text(encoding="utf-8")
-    lines = {line.split("`")[1]: line for line in table.splitlines() if line.startswith("| `")}
+def test_every_option_of_a_protocol_is_a_key_of_its_rows(tokens):
     for name in OF_TEXT:
         for windows in windows_of(name, held_out(tokens, LENGTHS)):
             facts = protocol_of(name, SMALL).facts | windows.facts
@@ -167,23 +147,14 @@ def test_every_option_of_a_protocol_is_a_key_of_its_rows_and_stands_in_the_docs(
             in_rows = [option for option in options if OPTIONS[option].row != "none"]
             assert facts.keys() - {"epochs"} == set(in_rows)
             assert None not in facts.values()
-            for option in options:
-                assert f"`--{option.replace('_', '-')}" in lines[name]
     settings = {name for name, option in OPTIONS.items() if option.row == "setting"}
     assert settings < set(SETTING), "rows are compared only where these are equal"
-
-
-def test_every_protocol_has_a_name():
-    classes = [Protocol]
-    for protocol in classes:
-        classes += protocol.__subclasses__()
-    assert {x for x in classes if not x.__subclasses__()} <= {*PROTOCOLS.values()}
 
 
 def test_a_request_is_checked_before_there_is_a_text(tokens):
     for name in PROTOCOLS:
         protocol_of(name, SMALL).check(Request([16, 64], 512))
-    for name in ("tail", "gap", "sliding", "position", "equal_tokens"):
+    for name in ("tail", "sliding", "position", "equal_tokens"):
         with pytest.raises(UserError, match=r"one window of length 64 needs 64 tokens to predict"):
             protocol_of(name, SMALL).check(Request([16, 64], 63))
 
@@ -240,7 +211,7 @@ def test_the_protocol_of_the_papers_starts_where_it_is_told_wraps_and_counts_its
 def test_the_targets_of_a_block_follow_each_other_and_blocks_average_to_the_loss(
     long_tokens, protocol
 ):
-    options = {"tail": 64, "ends": 64, "windows": 5, "stride": 90}
+    options = {"tail": 64, "windows": 5, "stride": 90}
     text = held_out(long_tokens, [96, 320, 700], eval_tokens=8192)
     for windows in windows_of(protocol, text, **options):
         result = measured(LossByPosition(), windows)

@@ -1,15 +1,8 @@
 """A disk that is full costs what does not fit, and nothing that was there."""
 
-import json
+from tests.faults.full_disk import on_small_disk
+from tests.support import run
 
-import pytest
-
-from megatron.files import write_text
-from tests.checkpoints import make_checkpoint
-from tests.faults.full_disk import fill, make_read_only, on_small_disk
-from tests.support import ROOT, call, run
-
-MARKED = "<!-- by tools/compare.py -->"
 TINY = [
     "num_layers=2",
     "hidden_size=32",
@@ -47,50 +40,3 @@ def test_a_run_whose_checkpoint_does_not_fit_ends_with_the_one_before(corpus, tm
     assert ending["message"].endswith(
         f" - make room or save elsewhere; {tmp_path}/global_step{step} stays"
     )
-
-
-@pytest.mark.parametrize(
-    ("prepare", "reason"),
-    [
-        (fill, "No space left on device - free some space, or choose another disk"),
-        (make_read_only, "cannot be written - choose another place"),
-    ],
-    ids=["full", "read-only"],
-)
-def test_a_command_names_the_file_that_a_disk_refused_and_keeps_the_old_one(
-    prepare, reason, tmp_path
-):
-    rows = ROOT / "docs/results/language-arxiv.jsonl"
-    path = tmp_path / "table.md"
-
-    def compared() -> list:
-        write_text(path, MARKED)
-        prepare(tmp_path)
-        done = call("tools/compare.py", rows, "-o", path)
-        return [done.returncode, done.stderr, path.read_text(), len(list(tmp_path.iterdir()))]
-
-    status, message, content, _ = on_small_disk(tmp_path, 64, compared)
-    assert (status, content) == (1, MARKED)
-    assert json.dumps(message).count("Traceback") == 0
-    assert reason in message
-    assert str(path.parent) in message
-    assert message.count("\n") == 1
-
-
-def test_a_checkpoint_that_cannot_be_written_is_evaluated_into_another_folder(corpus, tmp_path):
-    disk, rows = tmp_path / "disk", tmp_path / "rows.jsonl"
-    disk.mkdir()
-
-    def evaluated() -> list:
-        make_checkpoint(disk / "run", corpus)
-        make_read_only(disk)
-        words = ["evaluate.py", "--checkpoint", disk / "run", "--lengths", "64"]
-        inside = call(*words)
-        outside = call(*words, "--output", rows)
-        return [inside.returncode, inside.stderr, outside.returncode, outside.stderr]
-
-    refused, message, status, errors = on_small_disk(disk, 4 * 1024, evaluated)
-    assert (refused, message.count("\n")) == (1, 1)
-    assert "Traceback" not in message
-    assert status == 0, errors
-    assert json.loads(rows.read_text())["length"] == 64

@@ -11,14 +11,13 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data.readers import Files, Limits
+from megatron.data.readers import Files
 from megatron.data.tokens import verify
 from tests.fuzz.settings import fuzzed, works_or_says_why
 
 NUMBERS = st.one_of(st.integers(0, 5), st.sampled_from([2**31, 2**32, 2**63, 2**64 - 1]))
 SIZES = st.lists(st.integers(-3, 5), max_size=4)
 LINE = b'{"text": "some text", "meta": {"a": [1, 2.5, null]}}\n'
-LIMITS = Limits(document=100_000)
 numbered = count()
 
 
@@ -73,14 +72,5 @@ def test_an_archive_with_changed_bytes_and_a_cut(tmp_path, suffix, changes, leng
         content[place % len(content)] = value
     path = tmp_path / f"c{suffix}"
     path.write_bytes(content[: length or None])
-    corpus = Files("c", [path], limits=LIMITS)
+    corpus = Files("c", [path])
     works_or_says_why(lambda: list(corpus.documents()))
-
-
-@pytest.mark.parametrize("suffix", [*PACKED, ".txt", ".parquet"])
-@fuzzed
-@given(content=st.binary(max_size=200))
-def test_any_bytes_as_text(tmp_path, suffix, content):
-    path = tmp_path / f"c{suffix}"
-    path.write_bytes(content)
-    works_or_says_why(lambda: list(Files("c", [path], limits=LIMITS).documents()))

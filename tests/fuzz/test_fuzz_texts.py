@@ -6,7 +6,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron.checkpoints.manifest import read_record
-from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.train import train_tokenizer
 from megatron.report.page import page_of
 from megatron.results.comparison import compared
@@ -61,23 +60,6 @@ def test_any_bytes_as_results(tmp_path, content):
 
 
 TOKENIZER = json.loads(train_tokenizer(["a b"], 257))
-PARTS = st.sampled_from(
-    ["normalizer", "pre_tokenizer", "post_processor", "decoder", "added_tokens"]
-)
-
-
-@fuzzed
-@given(
-    changes=st.dictionaries(PARTS, VALUES, max_size=2),
-    model=st.dictionaries(
-        st.sampled_from(["type", "vocab", "merges", "dropout", "unk_token"]), VALUES, max_size=2
-    ),
-)
-def test_a_tokenizer_of_any_parts(tmp_path, changes, model):
-    content = TOKENIZER | changes | {"model": TOKENIZER["model"] | model}
-    path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps(content))
-    works_or_says_why(lambda: build_tokenizer("HFTokenizer", path).encode("a b"))
 
 
 @fuzzed

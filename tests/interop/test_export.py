@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -28,7 +27,6 @@ from transformers import (
 )
 
 from megatron.checkpoints.read import load_for_evaluation
-from megatron.config import load
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokenizers.train import train_tokenizer
 from megatron.errors import UserError
@@ -36,7 +34,6 @@ from megatron.interop import export as exporting
 from megatron.interop import open_model
 from megatron.interop.export import export
 from megatron.interop.export_code import sources
-from megatron.interop.families import FAMILIES
 from megatron.interop.importing import (
     TokenizerSource,
     description,
@@ -44,20 +41,17 @@ from megatron.interop.importing import (
     import_checkpoint,
     import_if_foreign,
 )
-from megatron.model import from_config
 from megatron.positions import FILES, REGISTRY
 from tests.encodings import every_hook
 from tests.interop.models import (
     BUMP,
     CASES,
-    SHAPE,
     TRAINED,
     VOCAB,
     a_run,
     edited,
     exported,
     greedy,
-    of_theirs,
     random_ids,
     words,
 )
@@ -105,7 +99,7 @@ def test_every_key_of_model_and_attention_is_kept(settings, tmp_path):
     card = (folder / "README.md").read_text()
     assert "no class of transformers is exactly this model" in card
     for key, line in {
-        "softmax_type": "| encoding | rotary, attention_gate head, softmax_type learnable |",
+        "softmax_type": "1 gated_attention, attention_gate head, softmax_type learnable |",
         "num_layers": "+ 1 attention + 1 kda, linear_pos_emb clipped_rope |",
     }.items():
         assert (line in card) == (key in settings)
@@ -129,14 +123,6 @@ def test_a_model_that_is_one_of_transformers_becomes_it_and_comes_back(name, tmp
     torch.testing.assert_close(back(ids), model(ids), rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("name", ["Qwen3_5ForCausalLM", "KimiLinearForCausalLM"])
-def test_a_class_whose_states_turn_nothing_is_another_model_where_ours_do(name):
-    same = [*SHAPE, *words(CASES["ours"][name])]
-    FAMILIES[name].config_of(load([], same), VOCAB)
-    with pytest.raises(UserError, match=r"is another model: linear_pos_emb: rotary$"):
-        FAMILIES[name].config_of(load([], [*same, "linear_pos_emb=rotary"]), VOCAB)
-
-
 def test_a_users_own_encoding_goes_along_and_is_not_run_unasked(bump, tmp_path):
     def forget():
         FILES.clear()
@@ -153,18 +139,9 @@ def test_a_users_own_encoding_goes_along_and_is_not_run_unasked(bump, tmp_path):
     assert "is not run unasked: read it" in call(*command).stderr
     assert call(*command, "--from", bump).returncode == 0
     forget()
-    reading = "open(__file__.rpartition('/')[0] + '/bump.py').close()"
-    for number, (text, message) in enumerate(
-        (
-            (f"import megatron.positions\n{BUMP}", "imports in a way that an exported file cannot"),
-            (f"from megatron.config import load\n{BUMP}", "imports load from megatron.config, w"),
-            (f"{BUMP}\n{reading}\n", "transformers cannot load it .* must not need other files"),
-        )
-    ):
-        bump.write_text(text)
-        path, _ = a_run(tmp_path / str(number), "pos_emb=exported_bump", f"pos_emb_file={bump}")
-        assert re.search(message, refused(path, tmp_path / "other"), re.DOTALL)
-        forget()
+    bump.write_text(f"from megatron.config import load\n{BUMP}")
+    path, _ = a_run(tmp_path / "another", "pos_emb=exported_bump", f"pos_emb_file={bump}")
+    assert "imports load from megatron.config, w" in refused(path, tmp_path / "other")
 
 
 def test_an_exported_folder_needs_torch_and_transformers_alone(tmp_path):
@@ -183,9 +160,8 @@ def test_an_exported_folder_needs_torch_and_transformers_alone(tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["learned", "fire", "fox"])
-def test_texts_of_a_padded_batch_are_those_alone(name, tmp_path):
-    folder, _ = exported(tmp_path, "window=20", f"pos_emb={name}", "logn_scale=true")
+def test_texts_of_a_padded_batch_are_those_alone(tmp_path):
+    folder, _ = exported(tmp_path, "window=20", "pos_emb=fox", "logn_scale=true")
     model = opened(folder)
     texts = [random_ids(length, 1) for length in (70, 41, 1)]
     ids = torch.cat([F.pad(text, (70 - text.shape[1], 0)) for text in texts])
@@ -198,9 +174,6 @@ def test_texts_of_a_padded_batch_are_those_alone(name, tmp_path):
         torch.testing.assert_close(logits[row, -len(expected) :], expected, rtol=0, atol=1e-5)
         alone = model.generate(text, attention_mask=torch.ones_like(text), **options)
         assert continued[row].tolist() == alone[0, text.shape[1] :].tolist()
-    right = model(ids.flip(1), attention_mask=mask.flip(1)).logits
-    alone = model(ids.flip(1)[1:2, :41]).logits[0]
-    torch.testing.assert_close(right[1, :41], alone, rtol=0, atol=1e-5)
 
 
 def test_loss_and_gradients_are_ours_with_and_without_recomputation(tmp_path):
@@ -240,8 +213,7 @@ def test_what_transformers_saves_again_and_builds_anew_is_the_same_model(tmp_pat
     again = opened(tmp_path / "again")
     assert torch.equal(again(random_ids(70)).logits, model(random_ids(70)))
     again.resize_token_embeddings(VOCAB + 3)
-    again.save_pretrained(tmp_path / "resized")
-    logits = opened(tmp_path / "resized")(random_ids(70)).logits
+    logits = again(random_ids(70)).logits
     assert logits.shape[2] == VOCAB + 3
     torch.testing.assert_close(logits[:, :, :VOCAB], model(random_ids(70)))
     settings = AutoConfig.from_pretrained(folder, trust_remote_code=True)
@@ -251,36 +223,6 @@ def test_what_transformers_saves_again_and_builds_anew_is_the_same_model(tmp_pat
 
 
 # --- Documents: transformers passes none ---
-
-
-@torch.no_grad()
-def test_a_text_is_one_document_in_transformers_and_the_card_says_so(tmp_path):
-    tokenizer = {"type": "CharLevelTokenizer", "hash": "aaaa", "vocab_size": VOCAB, "eod": END}
-    path, model = a_run(tmp_path, "pos_emb=sinusoidal", *words(APART), tokenizer=tokenizer)
-    model.end_of_document = END
-    export(path, tmp_path / "out")
-    ids = random_ids(60)
-    ids[0, [20, 41]] = END
-    one_document = from_config(load([], [*SHAPE, "pos_emb=sinusoidal"]), VOCAB).eval()
-    one_document.load_state_dict(model.state_dict())
-    logits = opened(tmp_path / "out")(ids).logits
-    torch.testing.assert_close(logits, one_document(ids), rtol=0, atol=2e-5)
-    assert (logits - model(ids))[0, 21:].abs().max() > 1e-2
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "| documents | in training, tokens attended to their own document alone" in card
-
-
-@torch.no_grad()
-def test_a_window_of_documents_has_the_logits_of_transformers_for_each(tmp_path):
-    theirs = of_theirs("gpt2")
-    theirs.save_pretrained(tmp_path)
-    ours, _ = open_model(tmp_path)
-    ours.end_of_document = END
-    ours.use_attention(replace(ours.attention, **APART))
-    ids = random_ids(90, 1).clamp(min=1)
-    ids[0, [20, 41, 42]] = END
-    alone = [theirs(part).logits for part in ids.split([21, 21, 1, 47], dim=1)]
-    torch.testing.assert_close(ours(ids), torch.cat(alone, dim=1), rtol=0, atol=1e-4)
 
 
 # --- Tokenizer and card ---
@@ -422,7 +364,7 @@ def test_the_commands_of_the_guide_run_and_write_a_card(tmp_path, monkeypatch):
     for line in (
         "license: unknown",
         "| step | 5 |",
-        "| training length | 32 tokens from step 1, 16 tokens from step 3 |",  # the last is to come
+        "| training length | 32 to 16 to 64 tokens |",
         "| origin | tiny (gpt-neox) |",
         "| parent | rotary step 7, config aa11, weights bb22 |",
         note,
@@ -451,12 +393,6 @@ def test_an_export_is_imported_bit_for_bit_and_refused_where_it_is_damaged(
         with pytest.raises(UserError, match=f"{file}: was changed .* - copy the folder again"):
             open_model("out")
         file.write_bytes(whole)
-    record = Path("out/checkpoint.json").rename("record")
-    Path("out/checkpoint.json").mkdir()
-    with pytest.raises(UserError, match=r"out/checkpoint.json: not readable"):
-        open_model("out")
-    Path("out/checkpoint.json").rmdir()
-    record.rename("out/checkpoint.json")
     weights = [next(run.rglob("model.safetensors")) for run in (path, import_if_foreign("out"))]
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
@@ -489,7 +425,7 @@ def test_what_cannot_be_exported_is_one_message_and_leaves_nothing(tmp_path, mon
     assert message in refused(path, tmp_path / "out")
     full = mock.Mock(side_effect=SafetensorError("No space left on device (os error 28)"))
     monkeypatch.setattr(huggingface_hub, "save_torch_state_dict", full)
-    message = "out: cannot be written (No space left on device (os error 28)) - choose another"
+    message = "out: cannot be written (No space left on device (os error 28))"
     assert message in refused(path, tmp_path / "out")
 
 
@@ -507,12 +443,6 @@ def test_the_model_refuses_what_it_would_compute_wrongly(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             model(ids, **arguments)
-    for arguments, message in (
-        ({"inputs_embeds": torch.zeros(1, 3, 32)}, "inputs_embeds: is not offered by this model"),
-        ({}, "input_ids: are missing; this model reads nothing else"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            model(**arguments)
     cache = model(ids, use_cache=True).past_key_values
     with pytest.raises(ValueError, match="tokens that were read cannot be taken back"):
         cache.crop(3)

@@ -20,9 +20,10 @@ from megatron.interop.importing import import_checkpoint
 from megatron.interop.modeling_positions_gpt import PositionsGPTConfig, PositionsGPTForCausalLM
 from megatron.model import Architecture, from_config
 from megatron.positions import REGISTRY
+from tests.architectures import architecture
 from tests.encodings import SAMPLE
 from tests.interop.models import VOCAB, of_theirs, random_ids, spread
-from tests.support import NEEDED, blocks, run
+from tests.support import NEEDED, blocks
 
 FAMILY_CASES = ["llama", "mistral", "qwen2 windows", "qwen3", "gpt2", "pythia"]
 every_family = pytest.mark.parametrize("case", FAMILY_CASES)
@@ -87,15 +88,10 @@ def test_their_own_positions_by_ours_give_their_logits(case):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", ["llama", "gpt2", "pythia"])
-def test_kerple_is_its_formula_as_a_mask_of_their_eager_attention(case):
-    model = of_theirs(case)
+def test_kerple_is_its_formula_as_a_mask_of_their_eager_attention():
+    model = of_theirs("llama")
     model.set_attn_implementation("eager")
-    turns = getattr(model.base_model, "rotary_emb", None)
-    if turns is None:
-        model.transformer.wpe.weight.zero_()
-    else:
-        turns.inv_freq.zero_()  # every angle is 0
+    model.base_model.rotary_emb.inv_freq.zero_()  # every angle is 0
     p, a = torch.tensor([0.3, 1.0, 1.7, 0.1]), torch.tensor([0.2, 1.1, 3.0, 0.6])
     length = 90
     distance = (torch.arange(length)[:, None] - torch.arange(length)).clamp(min=0)
@@ -166,9 +162,8 @@ def test_a_cached_text_is_the_text_in_one_pass(name):
 
 
 @torch.no_grad()
-@every_family
-def test_generate_with_a_cache_is_generate_without_one(case):
-    name = "fox" if case in ("llama", "gpt2", "qwen2 windows") else "kerple_log"
+@pytest.mark.parametrize(("case", "name"), [("llama", "fox"), ("pythia", "kerple_log")])
+def test_generate_with_a_cache_is_generate_without_one(case, name):
     model, ids = changed(case, name), random_ids(30)
     options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
     options |= {"attention_mask": torch.ones_like(ids), "eos_token_id": None}
@@ -211,22 +206,6 @@ def test_padding_before_a_text_changes_nothing_or_is_refused(name):
 
 
 @torch.no_grad()
-def test_generate_continues_padded_texts_as_it_does_each_alone():
-    for name in ("kerple_log", "rotary", "fox"):
-        model = changed("mistral", name)
-        texts = [random_ids(length, texts=1) for length in (31, 17)]
-        ids = torch.zeros(2, 31, dtype=torch.long)
-        ids[0], ids[1, 14:] = texts[0], texts[1]
-        mask = torch.ones_like(ids)
-        mask[1, :14] = 0
-        options = {"max_new_tokens": 15, "do_sample": False, "eos_token_id": None}
-        both = model.generate(ids, attention_mask=mask, pad_token_id=0, **options)
-        for row, text in enumerate(texts):
-            alone = model.generate(text, pad_token_id=VOCAB - 1, **options)
-            assert both[row, 31:].tolist() == alone[0, text.shape[1] :].tolist()
-
-
-@torch.no_grad()
 def test_texts_in_one_row_are_kept_apart_by_positions_and_padding_behind_is_free():
     for name in ("kerple_log", "sinusoidal", "fox", "ssmax"):
         model = changed("qwen2 windows", name)
@@ -243,18 +222,11 @@ def test_texts_in_one_row_are_kept_apart_by_positions_and_padding_behind_is_free
 @torch.no_grad()
 def test_texts_of_several_lengths_are_refused_where_frequencies_depend_on_the_length():
     model = changed("llama", "rotary", scaling="dynamic", factor=4)
-    for length in (320, 330):  # trained with 320
-        ids = random_ids(length)
-        mask = torch.ones_like(ids)
-        expected = model(ids, attention_mask=mask).logits
-        for padding in (slice(None, 9), slice(-9, None)):
-            some = mask.clone()
-            some[0, padding] = 0
-            if length == 320:
-                assert_near(model(ids, attention_mask=some).logits[1], expected[1])
-            else:
-                with pytest.raises(UserError, match="Dynamic reads the row, and not each text"):
-                    model(ids, attention_mask=some)
+    ids = random_ids(330)  # trained with 320
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    with pytest.raises(UserError, match="Dynamic reads the row, and not each text"):
+        model(ids, attention_mask=mask)
 
 
 # --- Files ---
@@ -284,29 +256,23 @@ def test_the_encoding_is_that_of_the_revision_or_folder_of_the_model(tmp_path):
     """One p for each: beside an older one in a hub's cache, and in a folder's folder."""
     hub = tmp_path / "models--me--model"
     (hub / "refs").mkdir(parents=True)
-    places = {"main": hub / "snapshots" / ("a" * 40), "old": hub / "snapshots" / ("b" * 40)}
-    for name, place in places.items():
-        (hub / "refs" / name).write_text(place.name)
-    places |= {"checkpoint-10": places["main"] / "checkpoint-10"}
     model = changed("llama", "kerple_log")
-    for p, place in enumerate(places.values(), 1):
-        model.model.encodings[0].p.fill_(p)
-        model.save_pretrained(place, max_shard_size="30KB")
+    for p, revision in enumerate(("main", "old")):
+        place = hub / "snapshots" / (40 * str(p))
+        (hub / "refs" / revision).write_text(place.name)
+        for folder, number in ((place, p), (place / "checkpoint-10", 10 + p)):
+            model.model.encodings[0].p.fill_(number)
+            model.save_pretrained(folder, max_shard_size="30KB")
 
-    def loaded(source="me/model", **options):
+    def loaded(**options):
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            source, cache_dir=tmp_path, local_files_only=True, **options
+            "me/model", cache_dir=tmp_path, local_files_only=True, **options
         )
         return use(model).model.encodings[0].p.unique().tolist()
 
-    assert loaded() == [1]
-    assert loaded(revision="old") == [2]
-    assert loaded(subfolder="checkpoint-10") == [3]
-    assert loaded(places["main"], subfolder="checkpoint-10", dtype=torch.bfloat16) == [3]
-    assert loaded(places["main"]) == [1]
-    config = transformers.AutoConfig.from_pretrained(places["main"])
-    with pytest.raises(UserError, match="was not loaded"):
-        use(transformers.AutoModelForCausalLM.from_config(config))
+    assert loaded() == [0]
+    assert loaded(revision="old") == [1]
+    assert loaded(subfolder="checkpoint-10", dtype=torch.bfloat16) == [10]
 
 
 @torch.no_grad()
@@ -317,19 +283,6 @@ def test_no_attn_implementation_reads_a_saved_folder_without_its_encoding(tmp_pa
     with pytest.raises(UserError, match="use"):
         again(ids)
     assert torch.equal(use(use(again))(ids).logits, model(ids).logits)
-
-
-@pytest.mark.campaign  # imports transformers in a process of its own
-def test_transformers_alone_refuses_a_saved_folder(tmp_path):
-    changed("llama", "alibi").save_pretrained(tmp_path)
-    program = (
-        "import sys, transformers\n"
-        "load = transformers.AutoModelForCausalLM.from_pretrained\n"
-        "load(sys.argv[1], attn_implementation='sdpa')\n"
-    )
-    done = run("-c", program, tmp_path)
-    assert done.returncode == 1
-    assert "megatron_positions" in done.stderr
 
 
 # --- Training ---
@@ -352,8 +305,8 @@ class Texts(Dataset):
 
 
 @patch.dict(os.environ)  # accelerate sets a launcher's variables where a test opened a group
-def train(model, folder, *, resume=None, **arguments) -> list[float]:
-    """The losses of twenty steps, if no other number is given, with transformers' Trainer."""
+def train(model, folder) -> list[float]:
+    """The losses of twenty steps with transformers' Trainer."""
     losses = []
     model.register_forward_hook(lambda *step: losses.append(step[2].loss.item()))
     settings = transformers.TrainingArguments(
@@ -367,22 +320,15 @@ def train(model, folder, *, resume=None, **arguments) -> list[float]:
         report_to=[],
         disable_tqdm=True,
         use_cpu=True,
-        **{"save_strategy": "no", "max_steps": 20, **arguments},
+        save_strategy="no",
+        max_steps=20,
     )
-    trainer = transformers.Trainer(model, settings, train_dataset=Texts())
-    trainer.train(resume_from_checkpoint=resume and str(resume))
+    transformers.Trainer(model, settings, train_dataset=Texts()).train()
     return losses
 
 
-@pytest.mark.parametrize(
-    ("case", "name"), [("llama", "kerple_log"), ("gpt2", "fox"), ("qwen2 windows", "t5")]
-)
-def test_twenty_steps_of_their_trainer_are_those_of_a_loop_with_our_model(case, name, tmp_path):
-    model = of_theirs(case)
-    for part in model.modules():
-        if isinstance(part, torch.nn.Dropout):
-            part.p = 0.0
-    use(model, name)
+def test_twenty_steps_of_their_trainer_are_those_of_a_loop_with_our_model(tmp_path):
+    model = use(of_theirs("llama"), "kerple_log")
     ours = our_import(model)
     before = copy.deepcopy(model.base_model.encodings.state_dict())
     losses = train(model, tmp_path)
@@ -405,30 +351,7 @@ def test_twenty_steps_of_their_trainer_are_those_of_a_loop_with_our_model(case, 
         assert (value - ours.positions.state_dict()[key]).abs().max() < 0.03 * moved
 
 
-def test_a_training_resumes_with_the_encoding_of_its_checkpoint(tmp_path):
-    whole = use(of_theirs("llama"), "kerple_log")
-    losses = train(whole, tmp_path, save_strategy="steps", save_steps=10)
-    torch.manual_seed(9)
-    fresh = use(of_theirs("llama"), "kerple_log")
-    assert not torch.equal(fresh.model.encodings[0].p, whole.model.encodings[0].p)
-    resumed = train(fresh, tmp_path, resume=tmp_path / "checkpoint-10")
-    torch.testing.assert_close(resumed, losses[10:], rtol=1e-5, atol=0)
-    assert torch.equal(fresh.model.encodings[0].p, whole.model.encodings[0].p)
-
-
-def test_recomputed_layers_and_bfloat16_train_alike(tmp_path):
-    losses = {}
-    for way in ({}, {"gradient_checkpointing": True}, {"bf16": True}):
-        model = use(of_theirs("qwen3"), "sum", parts=["rotary", "fox", "kerple_log"])
-        losses[str(way)] = train(model, tmp_path, max_steps=5, **way)
-        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    plain, recomputed, rounded = losses.values()
-    assert recomputed == plain
-    torch.testing.assert_close(rounded, plain, rtol=0.03, atol=0)
-
-
-@pytest.mark.parametrize("way", ["use_reentrant", "compiled"])
-def test_layers_that_are_computed_again_or_compiled_give_the_same_gradients(way):
+def test_layers_that_are_computed_again_give_the_same_gradients():
     model, ids = changed("llama", "kerple_log"), random_ids(60)  # all layers read one table
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
@@ -437,13 +360,9 @@ def test_layers_that_are_computed_again_or_compiled_give_the_same_gradients(way)
     expected.loss.backward()
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    forward = model
-    if way == "compiled":
-        forward = torch.compile(model, backend="eager")
-    else:
-        model.train().gradient_checkpointing_enable({"use_reentrant": True})
-        model.enable_input_require_grads()
-    again = forward(ids, attention_mask=mask, labels=labels)
+    model.train().gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    again = model(ids, attention_mask=mask, labels=labels)
     again.loss.backward()
     assert_near(again.logits[1], expected.logits[1])
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
@@ -451,30 +370,18 @@ def test_layers_that_are_computed_again_or_compiled_give_the_same_gradients(way)
 
 
 def test_weight_decay_of_their_trainer_spares_what_an_encoding_learns(tmp_path):
-    with_encoding = changed("llama", "sum", parts=["fox", "kerple_log"])
-    exported = PositionsGPTForCausalLM(
-        PositionsGPTConfig(
-            architecture={
-                "num_layers": 1,
-                "hidden_size": 32,
-                "num_attention_heads": 4,
-                "seq_length": 64,
-            },
-            encodings=[{"kerple_log": {}}],
-        )
+    config = PositionsGPTConfig(architecture=vars(architecture()), encodings=[{"kerple_log": {}}])
+    exported, changed_model = PositionsGPTForCausalLM(config), changed("llama", "kerple_log")
+    arguments = transformers.TrainingArguments(
+        tmp_path, weight_decay=0.1, report_to=[], use_cpu=True
     )
     for model, encodings, matrix in (
-        (with_encoding, with_encoding.model.encodings, with_encoding.lm_head.weight),
+        (changed_model, changed_model.model.encodings, changed_model.lm_head.weight),
         (exported, exported.gpt.positions, exported.gpt.layers[0].mlp.dense_h_to_4h.weight),
     ):
-        arguments = transformers.TrainingArguments(
-            tmp_path, weight_decay=0.1, report_to=[], use_cpu=True
-        )
         groups = transformers.Trainer(model, arguments).create_optimizer().param_groups
-        decay = {id(one): group["weight_decay"] for group in groups for one in group["params"]}
-        learned = list(encodings.parameters())
-        assert len(learned) >= 2
-        assert {decay[id(one)] for one in learned} == {0}
+        decay = {id(x): group["weight_decay"] for group in groups for x in group["params"]}
+        assert {decay[id(x)] for x in encodings.parameters()} == {0}
         assert decay[id(matrix)] == 0.1
 
 
@@ -518,12 +425,8 @@ def test_what_cannot_be_right_is_refused_by_name():
         use(of_theirs("bloom"), "alibi")
     with pytest.raises(UserError, match="no encoding is called 'kerpel'"):
         use(of_theirs("llama"), "kerpel")
-    with pytest.raises(UserError, match="kerple_log takes no option 'slope'"):
-        use(of_theirs("llama"), "kerple_log", slope=1)
     with pytest.raises(UserError, match="use: Sum counts by the ids of tokens"):
         use(of_theirs("llama"), "sum", parts=[{"abacus": {"digits": [3, 4]}}, "rotary"])
-    with pytest.raises(UserError, match="heads_per_query: 1 does not fit RopePP"):
-        use(of_theirs("llama"), "rope_pp")
     with pytest.raises(UserError, match="num_key_value_heads: 2 is less than"):
         use(of_theirs("mistral"), "fope")
     with pytest.raises(UserError, match="use: the model was not loaded"):
@@ -532,16 +435,12 @@ def test_what_cannot_be_right_is_refused_by_name():
     cache = transformers.StaticCache(config=model.config, max_cache_len=40)
     with pytest.raises(UserError, match="past_key_values: StaticCache does not hold"):
         model(ids, past_key_values=cache)
-    with pytest.raises(UserError, match=r"attention_mask: must be \[batch, length\]"):
-        model(ids, attention_mask=torch.ones(2, 1, 30, 30))
     hole = torch.ones_like(ids)
     hole[0, 5] = 0
     with pytest.raises(ValueError, match="attention_mask: every text needs tokens"):
         model(ids, attention_mask=hole)
     with pytest.raises(UserError, match="position_ids: must count the tokens"):
         model(ids, position_ids=torch.arange(3, 33)[None])
-    with pytest.raises(UserError, match=r"position_ids: \[1, 9\] must be \[2, 30\]"):
-        model(ids, position_ids=torch.arange(9)[None])
     with pytest.raises(UserError, match=r"attention_dropout: 0\.1 is not offered"):
         use(of_theirs("gpt2").train(), "alibi")(ids)
     model.set_attn_implementation("eager")

@@ -1,19 +1,15 @@
 """Operations of the model, against PaLM's appendix B worked out by hand."""
 
-import pytest
-
-from megatron.model.settings import Architecture
 from megatron.model.size import (
     BACKWARD,
     attention_flops,
-    causal_pairs,
-    forward_flops,
     matrix_weights,
     palm_weights,
 )
+from tests.architectures import architecture
 
 LAYERS, HIDDEN, VOCAB, LENGTH = 12, 768, 50304, 512  # configs/125M.yml
-MODEL = Architecture(
+MODEL = architecture(
     hidden_size=HIDDEN, num_layers=LAYERS, num_attention_heads=12, seq_length=LENGTH
 )
 
@@ -25,16 +21,8 @@ def test_a_trained_token_costs_palms_six_n_and_twelve_layers_hidden_length():
     assert BACKWARD * attention_flops(MODEL, LENGTH) == 12 * LAYERS * HIDDEN * LENGTH
 
 
-def test_a_causal_token_attends_to_half_of_the_window_and_to_itself():
-    assert causal_pairs(LENGTH) == sum(range(1, LENGTH + 1))
-    assert causal_pairs(LENGTH) / LENGTH == (LENGTH + 1) / 2
-    whole = forward_flops(MODEL, VOCAB, LENGTH)
-    causal = forward_flops(MODEL, VOCAB, causal_pairs(LENGTH) / LENGTH)
-    assert whole - causal == pytest.approx(4 * LAYERS * HIDDEN * (LENGTH - 1) / 2)
-
-
 def test_llama_3_of_eight_billion_has_its_published_number_of_weights():
-    llama = Architecture(
+    llama = architecture(
         hidden_size=4096,
         num_layers=32,
         num_attention_heads=32,

@@ -4,15 +4,8 @@ import pytest
 import torch
 
 from megatron.config import load
-from megatron.model import (
-    GPT,
-    Architecture,
-    AttentionSettings,
-    from_config,
-    head,
-    padded_vocab,
-    position_from_config,
-)
+from megatron.model import GPT, from_config, head, padded_vocab
+from megatron.model.size import parameters
 
 SHAPE = [
     "num_layers=3",
@@ -28,16 +21,7 @@ def small(*settings: str, vocab: int = 101) -> GPT:
 
 
 def test_the_125m_shape_has_the_papers_162_million_parameters():
-    with torch.device("meta"):
-        config = load(["configs/125M.yml"])
-        position = position_from_config(config)
-        model = GPT(
-            Architecture.of(config.model),
-            AttentionSettings.of(config.attention),
-            positions=[position],
-            vocab=padded_vocab(50257, 128),
-        )
-    assert sum(parameter.numel() for parameter in model.parameters()) == 162_322_944
+    assert parameters(load(["configs/125M.yml"]), padded_vocab(50257, 128)).whole == 162_322_944
 
 
 def test_losses_are_the_cross_entropy_of_each_token_in_blocks_or_whole(monkeypatch):
@@ -55,7 +39,7 @@ def test_losses_are_the_cross_entropy_of_each_token_in_blocks_or_whole(monkeypat
 
 
 WITHOUT_FIRST_QUERIES = [
-    ("pos_emb=rotary", "num_key_value_heads=2", "attention_gate=element"),
+    ("pos_emb=rotary", "num_key_value_heads=2", "layers=gated_attention"),
     ("pos_emb=kerple_log", "window=20", "softmax_type=learnable"),
     ("pos_emb=fire", "gpt_j_residual=true"),
     ("pos_emb=fox", "norm_placement=post", "norm=rmsnorm"),

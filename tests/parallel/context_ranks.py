@@ -53,7 +53,14 @@ OPTIONS = {
         "pos_emb_args={scaling: longrope, original_length: 24, long_factor: [2, 2, 3, 4],"
         " short_factor: [1, 1, 1, 1]}",
     ],
-    "grouped queries": [*("pos_emb=rotary", "num_key_value_heads=2", "attention_gate=head")],
+    "grouped queries": [
+        *(
+            "pos_emb=rotary",
+            "num_key_value_heads=2",
+            "layers=gated_attention",
+            "attention_gate=head",
+        )
+    ],
     "latents": [
         *("pos_emb=rotary", "layers=[mla, attention]", "qk_rope_head_dim=8", "v_head_dim=12"),
         *("reset_attention_mask=true", "reset_position_ids=true"),

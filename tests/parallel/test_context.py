@@ -108,7 +108,7 @@ def test_an_encoding_says_why_its_text_cannot_be_cut():
 
     reasons = {
         Convolving: "its convolution over tokens reads the text",
-        Drawing: "for itself in prep",
+        Drawing: "prepare would draw in each process",
     }
     for encoding, reason in reasons.items():
         with pytest.raises(UserError, match=reason):

@@ -48,14 +48,3 @@ def test_an_absurd_option_is_a_message_or_a_sane_encoding(name):
             assert tensor.isfinite().all(), (chosen, tensor)
         for hook, effect in made.items():
             assert not effect.isnan().any(), (chosen, hook)
-
-
-def test_an_outline_lets_an_encoding_fill_a_large_table_in_parts():
-    length, width = 1024, 128
-    with Outline():
-        table = torch.zeros(length, width)
-        angles = torch.ones(length, width // 2)
-        table[:, 0::2] = angles
-        table[0] = 1.0
-        assert torch.sin(angles, out=table[:, 1::2]).shape == angles.shape
-    assert table.shape == (length, width)

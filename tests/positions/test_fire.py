@@ -1,8 +1,5 @@
 """FIRE in pieces, and far beyond the lengths of the authors' numbers."""
 
-import math
-
-import pytest
 import torch
 
 from megatron.attention import attention
@@ -10,35 +7,6 @@ from megatron.positions import Shape, build, fire
 from tests.support import measures_memory, memory_below
 
 SHAPE = Shape(heads=3, head_dim=8, hidden=24, train_length=64)
-
-
-def psi(c: float, x: float) -> float:
-    return math.log(c * x + 1)
-
-
-def test_far_distances_are_equation_9_in_float64():
-    position = build("fire", SHAPE, mlp_layers=[5, 6], c=0.3, length_multiplier=1.5)
-    assert position.threshold == 32
-    numbers = {name: value.detach().double() for name, value in position.named_parameters()}
-    for i, j in ((0, 0), (31, 5), (64, 0), (16383, 0), (131071, 7)):
-        ratio = psi(0.3, i - j) / (psi(0.3, max(1.5 * 32, i)) + 1e-6)
-        values = torch.tensor([ratio], dtype=torch.float64)
-        for layer in (0, 1):
-            values = numbers[f"weight_{layer}"] @ values + numbers[f"bias_{layer}"]
-            values = values.clamp(min=0)
-        expected = (numbers["weight_2"] @ values).tolist()
-        bias = position.index_bias(torch.tensor([i]), torch.tensor([j]))[:, 0, 0]
-        assert bias.tolist() == pytest.approx(expected, rel=2e-5, abs=1e-6)
-
-
-def test_keys_may_come_in_any_order_and_queries_in_any_portion(monkeypatch):
-    position = build("fire", SHAPE)
-    queries, keys = torch.arange(40, 100), torch.arange(100)
-    whole = position.index_bias(queries, keys)
-    flipped = position.index_bias(queries, keys.flip(0))
-    torch.testing.assert_close(flipped, whole.flip(2), rtol=0, atol=1e-6)
-    monkeypatch.setattr(fire, "NUMBERS", 10_000)
-    torch.testing.assert_close(position.index_bias(queries, keys), whole, rtol=0, atol=1e-6)
 
 
 @measures_memory

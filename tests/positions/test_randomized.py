@@ -106,11 +106,3 @@ def test_backends_and_recomputation_see_one_draw(of, shared):
     for other in results[1:]:
         for actual, expected in zip(other, results[0], strict=True):
             torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-6)
-
-
-def test_learned_rows_beyond_the_training_length_are_trained():
-    gpt, ids = model("pos_emb_args.of=learned").train(), torch.randint(50, (2, 65))
-    gpt(ids[:, :-1], labels=ids[:, 1:]).mean().backward()
-    grad = gpt.position.inner.weight.grad
-    assert grad.shape == (256, 32)
-    assert torch.equal(grad.abs().sum(dim=1).nonzero()[:, 0], gpt.position.drawn)

@@ -9,9 +9,9 @@ from megatron.attention.terms import Terms
 from megatron.config import load as load_config
 from megatron.errors import UserError
 from megatron.interop.families import fused, parted
-from megatron.model import Architecture
 from megatron.model.block import AttentionInputs, SelfAttention
 from megatron.positions import Shape, build
+from tests.architectures import architecture
 from tests.positions.golden import load
 from tests.positions.test_authors import (
     Case,
@@ -58,9 +58,9 @@ def test_a_layer_is_that_of_the_authors(variant):
     out = golden.numbers["param.o_proj.weight"].double()
     hidden, width = out.shape
     heads = width // 8
-    model = Architecture(
+    model = architecture(
+        pos_emb="rope_pp",
         hidden_size=hidden,
-        num_layers=1,
         num_attention_heads=heads,
         num_key_value_heads=len(k) // 8,
         heads_per_query=2,

@@ -23,14 +23,11 @@ def test_weights_are_powers_of_the_number_of_visible_keys():
     ours.scale.data.copy_(s)
     ours.offset.data.copy_(b)
     q, k, v = torch.randn(3, 2, 3, 20, 8, dtype=torch.float64)
+    z, n = q @ k.mT / math.sqrt(8), torch.arange(1, 21)[:, None]
+    powers = (n ** (s[..., None, None] * z) * torch.exp(b[..., None, None] * z)).tril()
+    expected = powers @ v / powers.sum(-1, keepdim=True)
     out = output_of(scores(ours, q, k), v)
-    for query in range(20):
-        n = query + 1
-        z = (q[:, :, query, None] * k[:, :, :n]).sum(-1) / math.sqrt(8)  # [batch, heads, n]
-        powers = n ** (s[:, None] * z) * torch.exp(b[:, None] * z)
-        weights = powers / powers.sum(-1, keepdim=True)
-        expected = (weights[..., None] * v[:, :, :n]).sum(2)
-        torch.testing.assert_close(out[:, :, query], expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_without_learning_the_factor_is_one_at_the_training_length_and_less_before():

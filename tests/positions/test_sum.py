@@ -21,18 +21,6 @@ def test_a_rotation_and_two_biases_act_together():
     torch.testing.assert_close(scores_of(both, q, k, x), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_hooks_are_those_of_the_parts():
-    both = build("sum", SHAPE, parts=["rotary", "fire", "cope", "cable"])
-    assert all(both.has(hook) for hook in ("on_scores", "score_bias", "index_bias"))
-    assert not both.has("distance_weight")
-    assert both.distance_bias(5) is None
-    assert both.per_layer
-    plain = build("sum", SHAPE, parts=["rotary", "kerple_log"])
-    assert not plain.has("on_scores")
-    assert not plain.per_layer
-    assert [*plain.learned()] == ["parts.1.p", "parts.1.a"]
-
-
 def test_biases_by_content_are_one_product_of_higher_rank_and_keep_what_is_theirs():
     """All three store a tensor called total for later tokens; a cached text needs each."""
     parts = ["cable", {"fox": {"init_std": 0.5}}, {"cable": {"init_std": 0.3}}]

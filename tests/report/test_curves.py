@@ -86,7 +86,7 @@ def test_no_text_is_cut_or_covered_and_each_curve_has_a_look_of_its_own(monkeypa
     assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(NAMES)
 
 
-def test_a_picture_over_training_has_lengths_as_curves_of_one_run_and_as_panels_of_many():
+def test_a_picture_over_training_has_a_panel_for_each_length():
     """As a run with stages writes them: its window and options change, its hash does not."""
     measured = []
     for seed, shift in ((1234, 0.0), (1235, 2.0)):
@@ -95,24 +95,24 @@ def test_a_picture_over_training_has_lengths_as_curves_of_one_run_and_as_panels_
             grown = {"step": step, "seed": seed, "config_hash": f"{seed}", **facts}
             measured += rows("rotary", numbers, **grown)
     shorter, longer = [[100, 11], [200, 11], [400, 11]], [[100, 11], [200, 6], [400, 3.5]]
-    [axes] = draw_over_training(measured[::-1], over_seeds=True).axes
-    assert (axes.get_xlabel(), axes.get_xscale()) == ("step of rotary", "linear")
-    assert curves_of(axes) == {"512 tokens: 11.00": shorter, "2048 tokens: 3.50": longer}
     measured += rows("alibi", {512: 11.0}, step=400, config_hash="0123")
     figure = draw_over_training(measured[::-1], over_seeds=True)
+    assert figure.axes[0].get_xscale() == "linear"
     assert {axes.get_xlabel(): curves_of(axes) for axes in figure.axes} == {
         "step, at 512 tokens": {"rotary: 11.00": shorter, "alibi: 11.00": [[400, 11]]},
         "step, at 2048 tokens": {"rotary: 3.50": longer},
     }
 
 
-def test_a_pass_by_position_is_drawn_as_the_difference_from_an_encoding():
+def test_a_pass_by_position_is_drawn_as_the_difference_from_an_encoding(tmp_path):
     row = ROWS[0] | {"position_edges": [0, 1, 256, 512], "position_losses": [0.0, 3.0, 2.0]}
     other = row | {"window": 256, "position_losses": [0.0, 3.0, 2.5]}
     (axes,) = draw_by_position(runs([row, other]), "mep_free").axes
     curves = curves_of(axes)
     assert curves.keys() == {"mep_free: 0.00", "mep_free, window 256: 0.50"}
     assert [y for _, y in curves["mep_free, window 256: 0.50"]] == [0, 0.5]
+    plot_results([row, other], tmp_path / "a.svg")
+    assert "position (tokens); dashed: training length 512" in words(tmp_path / "a.svg")
 
 
 def test_means_over_seeds_need_all_of_them_and_no_line_joins_lengths_of_different_texts():

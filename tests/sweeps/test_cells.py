@@ -2,15 +2,14 @@
 
 import json
 import math
-import os
-from dataclasses import replace
 
 import pytest
 
+from megatron.checkpoints.manifest import write_record
 from megatron.config import load
 from megatron.errors import UserError
 from megatron.results.files import read_rows, write_lines
-from megatron.sweeps.cells import collect, find_sweep, load_sweep, state_of
+from megatron.sweeps.cells import collect, find_sweep, load_sweep
 from megatron.sweeps.runner import Runner
 from tests.results.rows import rows
 from tests.support import ROOT, call
@@ -61,7 +60,7 @@ def test_a_list_in_a_rule_gives_several_values(tmp_path):
     assert [(cell.name, len(cell.evaluations)) for cell in cells] == [
         *(("alibi-1", 1), ("t5-1", 1), ("rotary-1", 0), ("alibi-2", 1)),
     ]
-    with pytest.raises(UserError, match=r"no cell has .*rotery"):
+    with pytest.raises(UserError, match=r"no cell has pos_emb: rotery"):
         sweep_of(tmp_path, text + evaluate.format("rotery"))
 
 
@@ -114,12 +113,6 @@ def test_a_shipped_sweep_has_one_name_with_either_dash(tmp_path, monkeypatch):
         load_sweep("kerple-tabel3")
 
 
-@pytest.mark.parametrize("axis", ["seed: [42, 42.0]", "split: ['8,1,1', [8, 1, 1]]"])
-def test_a_value_in_two_spellings_is_refused(tmp_path, axis):
-    with pytest.raises(UserError, match=r"give every value once"):
-        sweep_of(tmp_path, f"{TINY}grid: {{{axis}}}\n")
-
-
 # --- How far a cell is ---
 
 
@@ -140,7 +133,7 @@ def checkpoint(cell, step, config_hash=None):
     folder = cell.folder / f"global_step{step}"
     folder.mkdir(parents=True)
     record = {"step": step, "config_hash": config_hash or cell.config.hash, "vocab": 64}
-    (folder / "checkpoint.json").write_text(json.dumps(record))
+    write_record(folder, record | {"files": {}})
 
 
 def evaluated(cell, evaluation, config_hash=None):
@@ -172,11 +165,8 @@ def test_a_cell_is_worked_on_only_while_somebody_holds_its_lock(path, cell, tmp_
     checkpoint(cell, 5)
     assert shown() == "stopped at step 5 of 10"
     failure = cell.folder / "failure.txt"
-    failure.write_bytes(b"no memory\xff\x1b\n")
-    assert shown() == r"failed at step 5 of 10: no memory\xff\x1b"
-    failure.unlink()
-    os.mkfifo(failure)
-    assert shown() == f"damaged: [Errno 22] it is no regular file: '{failure}'"
+    failure.write_bytes(b"no memory\x1b\n")
+    assert shown() == r"failed at step 5 of 10: no memory\x1b"
     failure.unlink()
     checkpoint(cell, 10)
     evaluated(cell, cell.evaluations[0])
@@ -204,54 +194,17 @@ def test_a_training_that_was_killed_before_its_last_rows_is_started_again(cell, 
         optimizer.unlink(missing_ok=True)
 
 
-MINE = """
-from megatron.positions import DistanceBias, register
-
-
-@register("flat")
-class Flat(DistanceBias):
-    '''0'''
-
-    def log_kernel(self, distance):
-        return (0 * distance).expand(self.shape.heads, -1)
-"""
-
-
-def test_a_comment_in_the_users_file_leaves_finished_cells_and_code_leaves_their_rows(
-    tmp_path, own_registry
-):
-    mine = tmp_path / "mine.py"
-    mine.write_text(MINE)
-    settings = TINY.replace("{", f"{{pos_emb_file: {mine}, pos_emb: flat, ", 1)
-    text = settings + "grid: {seed: [2, 1]}\nevaluate: {a: {}}\n"
-    new, old = sweep_of(tmp_path, text).cells
-    checkpoint(new, 10)
-    evaluated(new, new.evaluations[0])
-    # As a version left it for which comments counted.
-    checkpoint(old, 10, old.config.hashes[1])
-    evaluated(old, replace(old.evaluations[0], label="a-d00603"), old.config.hashes[1])
-    assert len(collect(sweep_of(tmp_path, text))) == 2
-    mine.write_text(MINE.replace("'0'", "'nothing'") + "# a comment\n")
-    assert state_of(sweep_of(tmp_path, text).cells[0]).kind == "done"
-
-    changed = sweep_of(tmp_path, text.replace("hidden_size: 64", "hidden_size: 32"))
-    assert state_of(changed.cells[0]).kind == "foreign"
-    assert len(collect(changed)) == 2
-
-
 def test_results_of_another_sweep_are_neither_replaced_nor_emptied(path, tmp_path):
     results = tmp_path / "results.jsonl"
     results.write_text("rows\n")
-    with pytest.raises(UserError, match="is no result of"):
+    with pytest.raises(UserError, match="holds rows"):
         collect(load_sweep(path, tmp_path))
     reproduced = call("tools/reproduce.py", "kerple-table5", "--folder", tmp_path)
     assert results.read_text() == "rows\n"
     assert reproduced.stdout.count("missing") == 36
 
 
-def test_rows_within_trainings_are_collected_with_their_cells_in_a_file_of_their_own(
-    tmp_path, caplog
-):
+def test_rows_within_trainings_are_collected_with_their_cells_in_a_file_of_their_own(tmp_path):
     measures = "{extrapolation_interval: 2, extrapolation: {protocol: tail, tail: 16}, "
     settings = TINY.replace("{", measures, 1)
     text = f"{settings}grid: {{pos_emb: [alibi, t5], seed: [1]}}\n"
@@ -265,12 +218,5 @@ def test_rows_within_trainings_are_collected_with_their_cells_in_a_file_of_their
     collected = read_rows([sweep.folder / "training.jsonl"])
     assert [row["cell"] for row in collected] == [cell.values for cell in sweep.cells]
     assert [row["pos_emb"] for row in collected] == ["alibi", "t5"]
-    damaged = sweep.cells[0].folder / "evaluation" / "text-valid-global_step2-tail.jsonl"
-    damaged.write_text(damaged.read_text().replace('"step": 2', '"step": 3'))
-    (sweep.cells[1].folder / "metrics.jsonl").write_text("{\n")
-    collect(sweep)
-    [row] = read_rows([sweep.folder / "training.jsonl"])
-    assert row["pos_emb"] == "t5"
-    assert all(f"{cell.name}: left out: " in caplog.text for cell in sweep.cells)
     with pytest.raises(UserError, match="extrapolation: --protocol: invalid choice: 'tails'"):
         sweep_of(tmp_path, text.replace("protocol: tail,", "protocol: tails,"))

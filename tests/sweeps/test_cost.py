@@ -57,25 +57,13 @@ def test_a_plan_can_be_priced_for_another_device(sweep):
     assert "on 4 x h200 (assumed: 35% of 989 TFLOP/s" in plan(sweep, [HALF, DONE], 4, "h200")
     # A V100 has no bf16.
     assert "35% of 125 TFLOP/s, its data sheet's fp16 peak" in plan(sweep, [HALF, DONE], 1, "v100")
-    assert "on 1 x CPU, 1 threads (assumed: 35% of" in plan(sweep, [HALF, DONE], 2, "cpu")
     local_plan = plan(sweep, [HALF, DONE], 2)
-    assert "hours on 1 x" in local_plan, "runs that share the CPU take no less time together"
-    assert local_plan.endswith("not counted: downloads, tokenising, and the disk for data")
+    assert local_plan.endswith("not counted: downloads, tokenising, memory and disk")
     assert not absent_data(sweep, [DONE, DONE])
-
-
-def test_a_plan_names_the_memory_and_the_disk_of_the_papers_largest_models():
-    sweep = load_sweep("kerple_table9_1.3b", only=["seed=1235", "data=github", "pos_emb=alibi"])
-    # 24 layers of 12 width² + 13 width and two matrices of the vocabulary: 1,414,647,808 numbers;
-    # 16 bytes of each on the device; 4 in the end, and in training two checkpoints of 12 for each
-    # of two runs.
-    text = plan(sweep, [State("waiting")], 2, "a100")
-    assert "memory to train: at least 22.6 GB of each device" in text
-    assert "disk: 5.66 GB for weights, and 67.9 GB in training" in text
 
 
 def test_every_device_that_can_be_named_has_a_peak_in_the_table_of_training():
     for name, called in DEVICES.items():
         assert named_device(name, "fp32").flops_per_second == peak_of(called, "fp32") * 1e12
-    with pytest.raises(UserError, match="--device: a1000 is not known - use one of cpu, v100"):
+    with pytest.raises(UserError, match="--device: a1000 is not known - use one of v100"):
         named_device("a1000", "bf16")

@@ -149,19 +149,6 @@ def test_a_cell_that_fails_is_named_and_the_others_are_tried_unless_the_disk_is_
         assert state_of(sweep.cells[0]).kind == "failed"
 
 
-def test_a_log_that_is_a_link_or_a_pipe_is_not_written(file, tmp_path):
-    cell, _ = load_sweep(file, tmp_path / "runs").cells
-    cell.folder.mkdir(parents=True)
-    log, other = cell.folder / "sweep.log", tmp_path / "other"
-    other.write_text("mine")
-    for make in (lambda: log.symlink_to(other), lambda: os.mkfifo(log)):
-        make()
-        Runner(lambda text: None).run([cell], [{}])
-        assert state_of(cell).note.endswith("is a link or no regular file - remove it")
-        log.unlink()
-    assert other.read_text() == "mine"
-
-
 def failing(fault):
     def function(*_):
         raise fault

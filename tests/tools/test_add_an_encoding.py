@@ -120,6 +120,6 @@ def test_the_other_examples_compute_what_the_registry_does(folder, own_registry)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     q, k = torch.randn(2, 1, 3, 16, 8)
     turned = build("fast_rope", shape, p=0.75).on_queries_keys(q, k)
-    expected = build("rotary", shape, fraction=0.75).on_queries_keys(q, k)
+    expected = build("p_rope", shape, fraction=0.75).on_queries_keys(q, k)
     for ours, theirs in zip(turned, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)

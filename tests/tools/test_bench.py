@@ -44,7 +44,7 @@ def test_attention_with_each_kind_of_term_stands_beside_plain_attention(capsys):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_computes_what_ours_does():
-    options = bench.argparse.Namespace(hidden=32, heads=2, train_length=128)
+    options = bench.argparse.Namespace(hidden=32, heads=2, train_length=128, vocab=40)
     with torch.compiler.set_stance("force_eager"):
         outputs = []
         for name in ("kerple_log", "kerple_log" + bench.FLEX):

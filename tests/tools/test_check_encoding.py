@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.conformance.checks import CHECKS, examine, title
+from megatron.conformance.checks import CHECKS, examine, later_tokens_change_nothing, title
 from megatron.conformance.subject import FAILS, HOLDS, Finding
 from tools import check_encoding as command
 from tools.check_encoding import main, report
@@ -12,8 +12,9 @@ pytestmark = pytest.mark.usefixtures("own_registry")
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Only the first checks: the command prints what they find and does no more."""
-    monkeypatch.setattr(command, "examine", lambda subject: examine(subject, CHECKS[:7]))
+    """Only some checks: the command prints what they find and does no more."""
+    some = (*CHECKS[:6], later_tokens_change_nothing)
+    monkeypatch.setattr(command, "examine", lambda subject: examine(subject, some))
 
 
 def test_every_check_fits_on_a_line(capsys):

@@ -7,6 +7,7 @@ import pytest
 from megatron.config import load
 from megatron.config.schema import all_keys
 from megatron.sweeps.cost import training_cost
+from tests.published import MEP, Experiment, experiments, files_of, write_bases
 from tests.support import ROOT, blocks
 from tools.explain_config import main
 
@@ -63,3 +64,34 @@ def test_the_papers_run_by_hand_and_what_the_page_shows(capsys, monkeypatch):
         assert shown in printed
     for advised in re.findall(r"(\d+) hours of one H100", " ".join(text.split())):
         assert int(advised) == round(6 * 3 * 5 * hours * 0.4 / 0.35)  # encodings, corpora, seeds
+
+
+HIDING = "snope_norm_original_scaling__"
+NAMED = Experiment("ali_tanh_gau_all003_fp32", "openwebtext2", 1235, HIDING, "160")
+UNKNOWN = Experiment("snope_sigmoid_hall_fp32", "openwebtext2", 1235, HIDING, "160")
+
+
+def without_encoding(config):
+    return {key: value for key, value in config.flat().items() if not key.startswith("pos_emb")}
+
+
+def test_published_files_in_todays_spelling_are_the_same_run_and_no_kernels_are_guessed(
+    capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    write_bases(tmp_path)
+    kinds = {experiment.pos_emb: experiment for experiment in experiments(MEP)}
+    for experiment in [*kinds.values(), UNKNOWN, NAMED]:
+        files = files_of(experiment, tmp_path, "train")
+        output = f"today/{experiment.stem}.yml"
+        printed = explained(capsys, *map(str, files), "-o", output)
+        before, after = load(files), load([output])
+        assert without_encoding(after) == without_encoding(before)
+        assert not any("accepted" in note for note in after.notes)
+        if after.position.pos_emb != "mep":
+            assert after.position == before.position
+        if experiment is UNKNOWN:
+            assert "not say which were meant: the released code has no sigmoid" in printed
+    assert after.position.pos_emb_args == {"kernels": ["exp", "tanh", "gaussian"]}
+    assert "# pos_emb: these kernels were derived from the file's name; check them\n" in printed
+    assert main([str(files[0]), "-o", output]) == 1  # nothing is replaced

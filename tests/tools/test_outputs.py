@@ -1,15 +1,12 @@
 """Where commands write what a user names: through streams and links, over their own files alone."""
 
 import os
-import re
-import subprocess
-import sys
 import threading
 
 import pytest
 
 from tests.checkpoints import make_checkpoint
-from tests.support import ROOT, call, modules
+from tests.support import ROOT, call
 
 ROWS = ROOT / "docs/demo.jsonl"
 RUN = "{run} --lengths 64"
@@ -20,7 +17,6 @@ COMMANDS = {
     "a.svg": "tools/show_results.py {input} -o",
     "a.pdf": "tools/show_results.py {input} -o",
     "a.html": "tools/show_results.py {input} -o",
-    "tokenizer.json": "tools/train_tokenizer.py --input {text} --vocab-size 280 --overwrite -o",
     "rows.jsonl": f"evaluate.py --checkpoint {RUN} -o",
     "texts.jsonl": "generate.py --checkpoint {run} --prompt ab --max-new-tokens 2 -o",
 }
@@ -32,10 +28,9 @@ def command(request, corpus, tmp_path):
     """A function that runs a command of the table, with more words; the name of its output."""
     name = request.param
     words = COMMANDS[name]
-    paths = {"input": ROWS, "text": tmp_path / "input.txt"}
+    paths = {"input": ROWS}
     if "{run}" in words:
         paths["run"] = make_checkpoint(tmp_path / "run", corpus)
-    paths["text"].write_text(modules()[3])
 
     def run(output, **options):
         return call(*words.format(**paths | options).split(), output)
@@ -92,16 +87,5 @@ def test_another_file_a_folder_and_an_input_stay_as_they_are(command):
     assert list(path.iterdir()) == []
 
 
-def test_what_goes_to_the_standard_output_stands_before_what_is_printed(tmp_path):
-    path, shown = tmp_path / "a.md", tmp_path / "shown"
-    path.symlink_to("/dev/stdout")
-    with shown.open("w") as file:
-        words = [sys.executable, ROOT / "tools/compare.py", ROWS, "-o", path]
-        subprocess.run(words, stdout=file, check=True)
-    assert path.is_symlink()
-    assert re.match(r"(?s)<!-- .*\| encoding \|.*\nlength 512", shown.read_text())
-
-
 def test_help_writes_nothing():
-    for script in ("tools/document_commands.py", "megatron/config/document.py"):
-        assert call(script, "--help").stdout.startswith("usage: ")
+    assert call("megatron/report/document.py", "--help").stdout.startswith("usage: ")

@@ -9,19 +9,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import MistralConfig, MistralForCausalLM
 
-from megatron.checkpoints.read import load_for_evaluation, read_meta
-from megatron.checkpoints.saved import find
+from megatron.checkpoints.read import load_for_evaluation
 from megatron.checkpoints.write import write_checkpoint
 from megatron.config import load
 from megatron.data.parts import open_parts
 from megatron.data.tokens import TokenWriter
 from megatron.errors import UserError
 from megatron.interop import open_model
-from megatron.model import GPT, AttentionSettings, from_config
+from megatron.model import GPT, from_config
 from megatron.parallel.grid import Grid
-from megatron.training.batches import Batches, length_of_step, open_text
+from megatron.training.batches import Batches, open_text
 from megatron.training.loop import train
 from megatron.training.trainer import Trainer
 from tests.training.conftest import MODEL, VOCAB, check_same, interrupted, records, tiny
@@ -68,14 +67,11 @@ def test_a_blend_is_named_and_resumed_to_the_last_bit(grid, texts, tmp_path, cap
     train(blended(texts, folder, "num_workers=2"), grid)
     check_same(straight, folder)
     check_same(straight, folder, "valid")
-    swapped = f"valid_data_paths=[{texts['new_prose']},{texts['new_poems']}]"
     with caplog.at_level(logging.INFO):
-        train(blended(texts, folder, "train_iters=9", "train_data_weights=[1,1]", swapped), grid)
+        train(blended(texts, folder, "train_iters=9", "train_data_weights=[1,1]"), grid)
     assert "train_data_weights: [1.0, 3.0] there, [1.0, 1.0] here" in caplog.text
-    change = r"another valid text than \S+new_prose\S+ \(tokens: 2730 there, 3330 here"
-    assert re.search(change, caplog.text)
     other = f"train_data_paths=[{texts['prose']},{texts['poems']}]"
-    with pytest.raises(UserError, match=r"another train text than \S+prose\S+ \(tokens: "):
+    with pytest.raises(UserError, match=r"another train text \(tokens: "):
         train(blended(texts, folder, "train_iters=10", other), grid)
 
 
@@ -90,18 +86,6 @@ def test_ranks_divide_the_windows_of_a_blend(texts, tmp_path):
     np.testing.assert_array_equal(np.concatenate(resumed), steps[1])
 
 
-def test_epochs_mean_as_many_steps_as_there_is_text_for(grid, texts, tmp_path, caplog):
-    """30 * 91 tokens: (2730 - 1) // 64 = 42 windows, of which GPT-NeoX leaves one out."""
-    caplog.set_level(logging.INFO)
-    words = [f"data_path={texts['new_poems']}", "split=1,0,0", "train_epochs=2"]
-    config = load([], [*OWN, *words, *MODEL, f"save={tmp_path}"])
-    train(config, grid)
-    assert "train_epochs: 2 of 41 windows are 20 steps of 4 windows" in caplog.text
-    trained, meta = read_meta(find(tmp_path))
-    assert (meta["step"], meta["config_hash"]) == (20, config.hash) == (20, trained.hash)
-    assert (trained.training.train_iters, trained.optimizer.lr_decay_iters) == (20, 20)
-
-
 def test_text_that_does_not_fit_is_refused_with_its_key(grid, texts, tmp_path):
     """tests/bad_inputs has more."""
     other = write(tmp_path, "odd", 80, TOKENIZER | {"hash": "bbbb"})
@@ -111,7 +95,7 @@ def test_text_that_does_not_fit_is_refused_with_its_key(grid, texts, tmp_path):
     cases = [
         (
             [f"train_data_paths=[{texts['poems']},{other}]", "train_iters=1"],
-            "odd_text_document: was written by CharLevelTokenizer bbbb",
+            "odd_text_document: was written by another tokenizer",
         ),
         (
             [*alone, f"data_path={bare}", "eod_mask_loss=true"],
@@ -136,46 +120,6 @@ def test_text_that_does_not_fit_is_refused_with_its_key(grid, texts, tmp_path):
 # --- short windows first --------------------------------------------------------------------------
 
 STAGES = ["seq_length_schedule=[[16, 1], [32, 2]]", "train_iters=3", "eval_iters=1"]
-
-
-def test_short_windows_have_the_loss_of_skyladders_mask(grid, tmp_path):
-    """SkyLadder (arXiv 2503.15450) masks keys of other parts of the window, and of documents."""
-    corpus, eod, steps = write(tmp_path, "short", 20), TOKENIZER["eod"], range(1, 4)
-    shape = LlamaConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        vocab_size=257,
-    )
-    theirs = LlamaForCausalLM(shape).eval()
-    theirs.save_pretrained(tmp_path / "llama")
-    for apart in (False, True):
-        words = [f"reset_attention_mask={apart}", f"eod_mask_loss={apart}", "split=1,0,0"]
-        config = load([], [*OWN, *STAGES, *words, f"data_path={corpus}"])
-        ours, _ = open_model(tmp_path / "llama")
-        ours.end_of_document = eod
-        ours.use_attention(AttentionSettings.of(config.attention))
-        run = Trainer(config, ours, grid)
-        short, whole = (Batches(config, Grid(), open_parts(config.data, ["train"])) for _ in "ab")
-        for step, length in zip(steps, (16, 32, 64), strict=True):
-            [cut], [batch] = short.next_step(length_of_step(config, step)), whole.next_step(64)
-            assert cut.shape == (4 * 64 // length, length + 1)
-            inputs, labels = batch[:, :-1], batch[:, 1:]
-            ends = inputs == eod
-            document = ends.cumsum(1) - ends.long()
-            part = torch.arange(64) // length
-            visible = (part[:, None] == part).tril().expand(4, 1, 64, 64)
-            counted = torch.ones_like(ends)
-            if apart:
-                visible = visible & (document[:, None, :, None] == document[:, None, None, :])
-                counted = ~ends
-            mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo().min)
-            with torch.no_grad():
-                logits = theirs(inputs, attention_mask=mask).logits
-                result = run.losses(cut, mean=True).item()
-            losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-            assert result == pytest.approx(losses[counted].mean().item(), rel=1e-6)
 
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
@@ -244,7 +188,7 @@ def test_each_stage_trains_and_is_measured_as_transformers_model_of_its_settings
 def test_the_log_says_the_length_of_a_step_and_validations_keep_theirs(
     grid, texts, tmp_path, caplog
 ):
-    config = blended(texts, tmp_path, *STAGES, "peak_theoretical_tflops=1")
+    config = blended(texts, tmp_path, *STAGES)
     with caplog.at_level(logging.INFO):
         train(config, grid)
     logged = list(records(tmp_path).values())
@@ -253,12 +197,6 @@ def test_the_log_says_the_length_of_a_step_and_validations_keep_theirs(
     assert re.search(r"step 2/3 .* length 32 ", caplog.text)
     [valid] = records(tmp_path, "valid").values()
     assert valid["length"] == 64
-    operations = [
-        record["model_tflops_per_second"] * record["seconds_per_step"] for record in logged
-    ]
-    attention = 3 * 4 * 2 * 32 * 256 / 1e12  # of one key for each token of a step
-    assert operations[2] - operations[1] == pytest.approx(32 * attention)
-    assert operations[1] - operations[0] == pytest.approx(16 * attention)
 
 
 # --- documents apart ------------------------------------------------------------------------------
@@ -306,17 +244,3 @@ def test_a_step_has_the_loss_and_gradient_of_gpt_neox(grid):
     assert float(result.grad_norm) == pytest.approx(float(norm), rel=1e-5)
     unmasked = ending(grid, *words[1:]).train_step([few, many])
     assert abs(unmasked.loss.item() - expected.item()) > 1e-4
-
-
-def test_the_end_of_a_document_counts_and_the_token_after_it_does_not(grid):
-    run = ending(grid, "eod_mask_loss=true")
-
-    def loss(*last_two: int) -> float | None:
-        window = torch.full((4, 65), 7)
-        window[:, 63:] = torch.tensor(last_two)  # the very last one is a target only
-        return run.validate(iter([window]), 1)
-
-    assert loss(END, 8) == loss(END, 9)
-    assert loss(8, END) != loss(8, 9)
-    nothing = run.train_step([torch.zeros(4, 65, dtype=torch.long)])
-    assert nothing.loss.item() == float(nothing.grad_norm) == 0

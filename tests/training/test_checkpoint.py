@@ -1,7 +1,6 @@
 """What a checkpoint holds, which ones stay, and what a missing or damaged one says."""
 
 import errno
-import json
 import math
 import shutil
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 
 from megatron.checkpoints import write
-from megatron.checkpoints.manifest import read_record
 from megatron.checkpoints.read import load_for_evaluation
 from megatron.checkpoints.saved import keep_weights_only, latest_step, steps_in
 from megatron.config import load
@@ -21,7 +19,7 @@ from tests.faults.damage import found_by_use, own_encoding
 from tests.faults.damage import settings as damage_settings
 from tests.training.conftest import copy_of, settings, text, tiny, trainer
 
-ELSEWHERE = "tools/inspect_checkpoint.py shows which are whole"
+ELSEWHERE = "tools/inspect_files.py shows which are whole"
 
 
 def test_a_checkpoint_gives_back_the_trained_model_and_its_own_configuration(
@@ -73,57 +71,12 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_one_message(
         shutil.copytree(trained / "global_step4", folder / "global_step4")
 
 
-def forget_sums(path):
-    """As checkpoints were written before they had sums, with as little as every reader needs."""
-    record = read_record(path)
-    old = {key: record[key] for key in ("step", "config_hash", "vocab")}
-    (path / "checkpoint.json").write_text(json.dumps(old))
-
-
-def test_an_old_checkpoint_is_read_with_a_note_unless_its_configuration_was_edited(
-    grid, corpus, trained, tmp_path, caplog
-):
-    folder = copy_of(trained, tmp_path)
-    path = folder / "global_step4"
-    forget_sums(path)
-    # As a run of 2026 wrote it.
-    config = (path / "config.yml").read_text() + "load_fallback: true\nwandb_artifacts: true\n"
-    (path / "config.yml").write_text(config)
-    caplog.set_level("INFO")
-    note = "global_step4: written before checkpoints had sums, so its files are not verified"
-    load_for_evaluation(folder)
-    train(settings(corpus, folder, "train_iters=5"), grid)
-    assert [message.endswith(note) for message in caplog.messages].count(True) == 2
-    assert read_record(folder / "global_step5")["windows"] == 5 * 4
-    (path / "config.yml").write_text(config.replace("pos_emb: mep_param", "pos_emb: mep_free"))
-    with pytest.raises(UserError, match=r"its hash is \w+, the checkpoint says \w+ - it was edit"):
-        load_for_evaluation(path)
-
-
 @pytest.fixture(scope="module")
 def three(grid, corpus, tmp_path_factory):
     """A run with checkpoints of steps 1, 2 and 3; not to be changed."""
     folder = tmp_path_factory.mktemp("three")
     train(settings(corpus, folder, "train_iters=3", "save_interval=1"), grid)
     return folder
-
-
-def test_an_odd_latest_is_a_warning_with_the_step_that_is_used(three, tmp_path, caplog):
-    folder = copy_of(three, tmp_path)
-    (folder / "global_step9").mkdir()  # an empty folder is no checkpoint
-    pointer = folder / "latest"
-    odd = "names no checkpoint that is there (it holds b'{}')"
-    cases = [
-        (b"global_step8", odd.format("global_step8"), 3),
-        (b"\xff\x00\x80", odd.format(r"\xff\x00\x80"), 3),
-        (b"global_step2", "is older than other checkpoints there (the newest is 3)", 2),
-    ]
-    for content, note, step in cases:
-        pointer.write_bytes(content)
-        assert load_for_evaluation(folder)[2]["step"] == step
-        assert f"{pointer}: {note}; step {step} is used" in caplog.messages
-    pointer.unlink()  # whoever copies checkpoints may leave it behind
-    assert latest_step(folder) == 3
 
 
 # --- writing --------------------------------------------------------------------------------------

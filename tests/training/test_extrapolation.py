@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoints.saved import latest_step
-from megatron.config import load
 from megatron.errors import UserError
 from megatron.evaluation import evaluate_checkpoint
 from megatron.evaluation.evaluate_checkpoint import evaluate
@@ -17,7 +16,7 @@ from megatron.results.files import read_rows
 from megatron.results.row import Row
 from megatron.training.loop import train
 from megatron.training.trainer import Trainer
-from tests.training.conftest import check_same, interrupted, settings, tiny
+from tests.training.conftest import check_same, interrupted, settings
 
 MEASURES = [
     *("extrapolation_interval=2", "eval_lengths=[32, 128]", "eval_tokens=512", "split=8,1,1"),
@@ -124,26 +123,6 @@ def signalled(measure):
     return function
 
 
-def test_a_stop_at_a_step_that_is_measured_leaves_its_numbers_to_the_next_start(
-    grid, corpus, tmp_path, monkeypatch
-):
-    words = [*GROWS, *MEASURES, "eval_interval=2", "eval_iters=1", "train_iters=4"]
-    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    train(settings(corpus, straight, *words), grid)
-    train(settings(corpus, stopped, *words, "exit_interval=2"), grid)
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "validate", signalled(Trainer.validate))
-        with pytest.raises(SystemExit):
-            train(settings(corpus, stopped, *words), grid)
-    assert latest_step(stopped) == 2
-    train(settings(corpus, stopped, *words), grid)
-    for kind in ("train", "valid"):
-        check_same(straight, stopped, kind)
-    losses = [[row["loss"] for row in rows_within(folder)] for folder in (straight, stopped)]
-    assert losses[0] == losses[1]
-    assert len(losses[0]) == 2 * 2 * 2
-
-
 @pytest.mark.parametrize("moment", [(Trainer, "validate"), (evaluate_checkpoint, "measured")])
 def test_numbers_of_the_last_step_that_a_signal_or_a_kill_leaves_out_are_completed_once(
     grid, corpus, tmp_path, monkeypatch, moment
@@ -169,7 +148,7 @@ def test_numbers_of_the_last_step_that_a_signal_or_a_kill_leaves_out_are_complet
         ("extrapolation={step: 4}", "extrapolation: step: the training gives it - drop it"),
         ("extrapolation={protocol: tail}", "extrapolation: --tail 256: must be 1 to 32"),
         ("eval_tokens=64", "eval_lengths: one window of length 128 needs 128 tokens to predict"),
-        ("extrapolation={tail: 16}", "extrapolation: --tail: is read by --protocol tail or gap"),
+        ("extrapolation={tail: 16}", "extrapolation: --tail: is read by --protocol tail"),
     ],
 )
 def test_rows_that_cannot_be_given_are_refused_before_the_first_step(
@@ -179,29 +158,3 @@ def test_rows_that_cannot_be_given_are_refused_before_the_first_step(
         train(settings(corpus, tmp_path, *MEASURES, word), grid)
     assert message in str(fault.value)
     assert not list(tmp_path.glob("global_step*"))
-
-
-def test_rows_need_a_folder(grid, corpus):
-    with pytest.raises(UserError, match="extrapolation_interval: its rows go into the folder of"):
-        train(load([], tiny(f"data_path={corpus}", "train_iters=2", *MEASURES)), grid)
-
-
-ABOUT = {"loss", "perplexity", "loss_stderr", "bits_per_byte", "window_losses", "block_losses"}
-OF_TWO_RANKS = ["zero_optimization.stage=3", "context_parallel_size=2"]
-
-
-@pytest.mark.distributed
-@pytest.mark.campaign
-@pytest.mark.parametrize("how", OF_TWO_RANKS)
-def test_rows_of_two_ranks_are_those_of_a_later_evaluation(forks, corpus, tmp_path, how):
-    """Of one process, which sums in another order where ranks share a text."""
-    run, words = tmp_path / "run", [f"data_path={corpus}", f"save={tmp_path / 'run'}", how]
-    words += [*MEASURES, *GROWS, "hidden_dropout=0", "train_iters=4"]
-    forks.run_ranks(2, "train.py", *tiny(*words), log=tmp_path / "log")
-    within = without_clock(rows_within(run))
-    later = rows_after(run, 2, tmp_path / "2.jsonl") + rows_after(run, 4, tmp_path / "4.jsonl")
-    assert len(within) == 8
-    for row, expected in zip(within, without_clock(later), strict=True):
-        for key in ABOUT & expected.keys():
-            assert row.pop(key) == pytest.approx(expected.pop(key), rel=1e-6, abs=2e-6), key
-        assert row == expected

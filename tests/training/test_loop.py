@@ -18,7 +18,7 @@ from megatron.model import from_config
 from megatron.training import checkpoint, loop
 from megatron.training.checkpoint import full_weights
 from megatron.training.loop import train
-from megatron.training.trainer import Trainer, use_deterministic_algorithms
+from megatron.training.trainer import Trainer
 from tests.training.conftest import MODEL, check_same, records, settings, tiny
 
 POISON = 60
@@ -67,13 +67,12 @@ def test_the_console_and_the_files_tell_loss_rate_speed_norm_and_the_encodings_n
 
 
 def test_a_second_training_into_one_folder_is_refused_before_it_writes(grid, corpus, tmp_path):
-    config = settings(corpus, tmp_path / "run", f"log_dir={tmp_path / 'logs'}")
-    for key, folder in (("save", "run"), ("log_dir", "logs")):
-        with (
-            owned_folder(tmp_path / folder, key),
-            pytest.raises(UserError, match=rf"{key}: {tmp_path}/{folder} is in use by process"),
-        ):
-            train(config, grid)
+    config = settings(corpus, tmp_path / "run")
+    with (
+        owned_folder(tmp_path / "run", "save"),
+        pytest.raises(UserError, match=rf"save: {tmp_path}/run is in use by another"),
+    ):
+        train(config, grid)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -129,24 +128,6 @@ def test_a_lost_process_that_reads_samples_is_one_message(grid, corpus, tmp_path
     assert message.endswith("with num_workers: 0 if it happens again")
 
 
-def test_an_operation_that_cannot_be_repeated_is_named(
-    grid, corpus, tmp_path, monkeypatch, request
-):
-    filled = torch.utils.deterministic.fill_uninitialized_memory
-    for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"):
-        monkeypatch.delenv(name, raising=False)
-    use_deterministic_algorithms()
-    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
-    torch.utils.deterministic.fill_uninitialized_memory = filled
-    at_step(monkeypatch, 1, lambda: torch.zeros(4).put_(torch.tensor([1]), torch.ones(1)))
-    with pytest.raises(UserError) as fault:
-        train(settings(corpus, tmp_path), grid)
-    assert str(fault.value) == (
-        "deterministic: put_ does not have a deterministic implementation on this device"
-        " - set deterministic: false, or take another encoding"
-    )
-
-
 def test_a_trace_holds_the_third_step_and_changes_no_loss(grid, corpus, tmp_path):
     plain, traced = tmp_path / "plain", tmp_path / "traced"
     train(settings(corpus, plain, "train_iters=4"), grid)
@@ -198,10 +179,10 @@ def test_a_loss_that_is_not_finite_is_named_and_nothing_is_saved_from_there(
     grid, letters, tmp_path, poison
 ):
     config = lettered(letters, tmp_path, "train_iters=24", "save_interval=2", "log_interval=50")
-    with pytest.raises(UserError, match=r"loss: nan at step \d+ on rank 0 - ") as f:
+    with pytest.raises(UserError, match=r"loss: nan, gradient norm nan at step \d+ - ") as f:
         train(config, grid)
     last = latest_step(tmp_path)
-    assert last is None or last < int(str(f.value).split()[4])
+    assert last is None or last < int(str(f.value).split()[7])
 
 
 def test_a_validation_that_is_not_finite_stops_the_run_before_anything_is_overwritten(

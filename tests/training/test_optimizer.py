@@ -1,19 +1,15 @@
 """Schedules at their ends and in between, and steps of Muon."""
 
 import math
-from typing import get_args
 
 import pytest
 import torch
 
 from megatron.config import load
 from megatron.config.schedules import SHAPES
-from megatron.config.schema import Optimizer
-from megatron.errors import UserError
 from megatron.model import from_config
-from megatron.training.loop import train
 from megatron.training.optimizer import learning_rate
-from tests.training.conftest import VOCAB, settings, text, trainer
+from tests.training.conftest import VOCAB, text, trainer
 
 SHAPE = ["num_layers=1", "hidden_size=8", "num_attention_heads=1", "seq_length=8"]
 
@@ -33,24 +29,6 @@ def test_the_standard_schedule_never_wastes_a_step(style):
     assert sequence[-1] == pytest.approx(0.01, abs=2e-3)
     assert sequence[100:] == sorted(sequence[100:], reverse=True)
     assert len(set(sequence[100:])) == 900
-
-
-STYLES = {
-    style: key
-    for key in ("lr_decay_style", "lr_wsd_decay_style")
-    for style in get_args(Optimizer.model_fields[key].annotation)
-}
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_every_style_of_the_schema_has_a_shape_and_is_refused_without_it(style, monkeypatch):
-    words = [f"{STYLES[style]}={style}", "warmup=0"]
-    if "wsd" in STYLES[style]:
-        words += ["lr_decay_style=wsd", "lr_wsd_decay_iters=1000"]
-    assert rates(*words, steps=1)[0] == pytest.approx(1, abs=0.05)
-    monkeypatch.delitem(SHAPES, "exponential" if style == "wsd" else style)
-    with pytest.raises(UserError, match=r"lr_decay_style: \w+ has no shape; add it to megatron/c"):
-        rates(*words)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -147,10 +125,3 @@ def test_muon_takes_the_steps_of_torch_for_the_layers_matrices_and_adam_those_of
             optimizer.zero_grad()
     for name, weight in plain.state_dict().items():
         assert torch.equal(run.model.state_dict()[name], weight), name
-
-
-def test_steps_whose_rate_is_0_are_noted(grid, corpus, tmp_path, caplog):
-    caplog.set_level("INFO", "megatron")
-    for name, words in {"floor": ["min_lr=1e-4"], "none": []}.items():
-        train(settings(corpus, tmp_path / name, "train_iters=3", "lr_decay_iters=2", *words), grid)
-        assert ("after step 2 of 3 the learning rate is 0" in caplog.text) == (name == "none")

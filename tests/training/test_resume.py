@@ -1,6 +1,5 @@
 """A resumed run repeats the uninterrupted one, also with another engine; what may be resumed."""
 
-import math
 import shutil
 import sys
 from pathlib import Path
@@ -144,14 +143,11 @@ def test_a_state_that_does_not_fit_the_weights_is_refused_before_a_step(
 
 
 def test_a_run_goes_on_with_its_own_text_wherever_that_lies(grid, corpus, trained, tmp_path):
-    """Old records do not say which it was; tests/bad_inputs has the refusal."""
+    """tests/bad_inputs has the refusal."""
     folder, moved = copy_of(trained, tmp_path), tmp_path / "moved"
     for suffix in (".idx", ".bin"):  # without its card
         shutil.copy(f"{corpus}{suffix}", f"{moved}{suffix}")
     train(settings(moved, folder, "train_iters=5"), grid)
-    old = {**read_record(folder / "global_step5"), "corpora": []}
-    write_record(folder / "global_step5", old)
-    train(settings(moved, folder, "train_iters=6", "split=8,1,1"), grid)
     train(settings(moved, tmp_path / "new", f"load={trained}", "split=8,1,1"), grid)
 
 
@@ -168,7 +164,7 @@ def test_another_number_of_ranks_goes_on_where_the_windows_of_a_step_are_given(
 ):
     folder = copy_of(trained, tmp_path)
     path = folder / "global_step4"
-    write_record(path, read_record(path) | {"ranks": 2, "windows_per_step": 8})
+    write_record(path, read_record(path) | {"data_ranks": 2, "windows_per_step": 8})
     train(settings(corpus, folder, "train_batch_size=4", "train_iters=5"), grid)
     assert latest_step(folder) == 5
 
@@ -253,43 +249,6 @@ def test_the_checkpoints_schedule_is_kept_if_that_is_said():
     assert config.optimizer.weight_decay == 0.3
 
 
-FIRST = ["optimizer.params.betas=[0.9, 0.95]", "weight_decay=0.3", "gradient_clipping=1.0"]
-RATE, DECAY, NORM = 1.0, 0.02, 0.02
-# Without averages, and with eps and rate so large, a step is the clipped gradient.
-THEN = [
-    "optimizer.params.betas=[0.0, 0.0]",
-    f"optimizer.params.eps={RATE}",
-    f"optimizer.params.lr={RATE}",
-    "lr_decay_style=constant",
-    "warmup=0",
-    f"weight_decay={DECAY}",
-    f"gradient_clipping={NORM}",
-]
-
-
-@pytest.mark.parametrize("how", ["precision=fp32", "precision=bf16", "zero_optimization.stage=3"])
-def test_a_step_after_a_resume_decays_and_clips_as_the_new_configuration_says(
-    grid, corpus, tmp_path, how
-):
-    """The whole change of the weights, without their decay, has the norm of the clipped gradient.
-
-    AdamW with betas 0: w - lr * (decay * w + g / (|g| + eps)); exempt are norms, biases and what
-    the encoding learns.
-    """
-    train(settings(corpus, tmp_path, "train_iters=2", *FIRST, "save_interval=1", how), grid)
-    train(settings(corpus, tmp_path, "train_iters=3", *THEN, "save_interval=1", how), grid)
-    assert records(tmp_path)[3]["grad_norm"] > NORM
-    before = load_file(tmp_path / "global_step2" / "model.safetensors")
-    after = load_file(tmp_path / "global_step3" / "model.safetensors")
-    total = 0.0
-    for name, weight in before.items():
-        decays = weight.dim() >= 2 and not name.startswith("positions.")
-        factor = 1 - RATE * DECAY if decays else 1
-        gradient = weight.double() * factor - after[name].double()
-        total += gradient.square().sum().item()
-    assert math.sqrt(total) == pytest.approx(NORM, rel=0.02)
-
-
 def test_a_loss_scale_goes_on_where_it_was_with_the_settings_of_the_new_configuration():
     scaler = DynamicLossScaler(2.0**8, 50, 2.0, 2, False)
     continue_scale(scaler, torch.tensor([2.0**16, 3, 1, 3]))
@@ -326,10 +285,10 @@ def test_weight_decay_of_the_encoding_can_change(grid, corpus, tmp_path):
 def test_another_optimizer_is_refused_or_starts_fresh(grid, corpus, trained, tmp_path):
     muon = "optimizer.type=Muon"
     folder = copy_of(trained, tmp_path)
-    with pytest.raises(UserError, match=r"holds the state of Adam, not of Muon, "):
+    with pytest.raises(UserError, match="has no state of this optimizer"):
         train(settings(corpus, folder, muon), grid)
     train(settings(corpus, folder, muon, "train_iters=5", "no_load_optim=true"), grid)
-    with pytest.raises(UserError, match=r"global_step5: holds the state of Muon, not of Adam, "):
+    with pytest.raises(UserError, match="global_step5: has no state of this optimizer"):
         train(settings(corpus, folder, "zero_optimization.stage=1"), grid)
     train(settings(corpus, folder, muon, "train_iters=6", "pos_emb_weight_decay=true"), grid)
 

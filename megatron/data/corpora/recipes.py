@@ -3,30 +3,35 @@
 import itertools
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from megatron.data.corpora.download import DownloadFault, Remote, Source, download, fetch, matching
-from megatron.data.corpora.source_code import Environment, Package, Repeats, StandardLibrary
-from megatron.data.readers import Corpus, Files, Keep, Limits, files_in, files_of_part
+from megatron.data.corpora.hub import asking
+from megatron.data.corpora.source_code import Environment, Package, Repeats
+from megatron.data.readers import Corpus, Files, files_in, files_of_part
 from megatron.errors import UserError, did_you_mean
 from megatron.files import ROOT, atomic_write, sha256_of
-from megatron.folder_lock import owned_file
-from megatron.parallel.machine import in_bytes
 
 log = logging.getLogger(__name__)
 
 RECIPES = ROOT / "configs" / "corpora"
-GPT2 = ROOT / "configs" / "tokenizers" / "gpt2.yml"
-DOWNLOADS = "download"  # the folder in -d that keeps what was downloaded
-WITHOUT_RECIPE = {
-    "stdlib": (StandardLibrary, "the standard library of this Python's version"),
-    "repeats": (Repeats, "random words again and again, to be mixed into other text"),
+MADE_HERE = ("environment", "pure_python", "repeats")  # these need no download
+GPT2 = "openai-community/gpt2"
+GPT2_FILES = {
+    "gpt2-vocab.json": (
+        "vocab.json",
+        "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    ),
+    "gpt2-merges.txt": (
+        "merges.txt",
+        "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    ),
 }
-MADE_HERE = ("environment", "pure_python", *WITHOUT_RECIPE)  # these need no download
+"""The names that GPT-NeoX gives OpenAI's files: their names on the hub, and their sha256."""
 
 
 class Recipe(BaseModel):
@@ -34,10 +39,10 @@ class Recipe(BaseModel):
 
     about: what the corpus is; is_not: what it could be taken for, and is not
     size: how large, in words, where that was looked up
-    documents, text_bytes: of all text; None if nothing was looked up
     packages: installed packages whose source is the corpus
-    sources: places that offer it, the best first
-    at_hand: patterns of files that --from-dir takes where it does not have a source's own
+    hub, files: a data set of the hub, and the patterns of its files; count: how many these are
+    by_hand: a command that downloads the files into DIR, where the hub has none
+    at_hand: patterns of files that --from-dir takes where it does not have `files`
     text_key: what holds the text; keep: only entries with this value under this key
     """
 
@@ -47,23 +52,14 @@ class Recipe(BaseModel):
     is_not: str = ""
     licence: str
     size: str = "not looked up"
-    documents: int | None = None
-    text_bytes: int | None = None
     packages: dict[str, Package] = {}
-    sources: list[Source] = []
+    hub: str | None = None
+    files: list[str] = []
+    count: int | None = None
+    by_hand: str = ""
     at_hand: list[str] = []
     text_key: str = "text"
     keep: dict[str, str] = {}
-
-    @property
-    def file_names(self) -> str:
-        """Some names of its files."""
-        names = [name for source in self.sources for name in source.names]
-        return " or ".join(list(dict.fromkeys([*names, *self.at_hand]))[:4])
-
-
-def recipe_path(name: str) -> Path:
-    return RECIPES / f"{name}.yml"
 
 
 def read_recipe(name: str) -> Recipe:
@@ -71,16 +67,16 @@ def read_recipe(name: str) -> Recipe:
     # Here, because torch comes with it: a second that text without a recipe need not wait.
     from megatron.config.yaml_files import read_file
 
-    path = recipe_path(name)
+    path = RECIPES / f"{name}.yml"
     try:
         return Recipe.model_validate(read_file(path))
     except ValueError as fault:
         reason = " ".join(str(fault).split())[:300]
-        raise UserError(f"{path}: {reason} - mend the recipe") from None
+        raise UserError(f"{path}: {reason} - correct the recipe") from None
 
 
 def corpus_names() -> list[str]:
-    return sorted({*WITHOUT_RECIPE, *(path.stem for path in RECIPES.glob("*.yml"))})
+    return sorted(["repeats", *(path.stem for path in RECIPES.glob("*.yml"))])
 
 
 def named(
@@ -89,7 +85,6 @@ def named(
     *,
     from_dir: Path | None = None,
     documents: int | None = None,
-    limits: Limits | None = None,
 ) -> Corpus:
     """The corpus of a name; UserError for one that is not known.
 
@@ -107,39 +102,37 @@ def named(
         )
     if name in MADE_HERE and (from_dir or documents):
         raise UserError(f"{name}: is made here, whole - leave --from-dir and --documents away")
-    if name in WITHOUT_RECIPE:
-        make, _ = WITHOUT_RECIPE[name]
-        return make()
+    if name == "repeats":
+        return Repeats()
     recipe = read_recipe(name)
     if recipe.packages:
         return Environment(name, recipe.packages)
-    return FromRecipe(name, recipe, data_dir, from_dir, documents, limits)
+    return FromRecipe(name, recipe, data_dir, from_dir, documents)
 
 
 def listing() -> str:
-    """One line for each corpus: its name, size, what it is, sources and whether each was tried."""
+    """One line for each corpus: its name, its size, what it is and where it comes from."""
     names = corpus_names()
     width = max(map(len, names))
     lines = []
     for name in names:
-        if name in WITHOUT_RECIPE:
-            about = f"made here | {WITHOUT_RECIPE[name][1]} | no download"
-        elif (recipe := read_recipe(name)).packages:
-            size = in_bytes(sum(package.bytes for package in recipe.packages.values()))
-            about = f"{size} of text, made here | {recipe.about} | no download"
-        else:
+        about = "made here | random words again and again, to be mixed into other text"
+        if name != "repeats":
+            recipe = read_recipe(name)
             what = f"{recipe.about}; not {recipe.is_not}" if recipe.is_not else recipe.about
-            sources = ", ".join(f"{source.title} ({source.tried})" for source in recipe.sources)
-            about = f"{recipe.size} | {what} | {sources}"
+            size = "made here" if recipe.packages else recipe.size
+            about = f"{size} | {what}"
+            if not recipe.packages:
+                about += f" | {recipe.hub or 'to download by hand'}"
         lines.append(f"{name:{width}} | {about}")
     return "\n".join(lines)
 
 
 class FromRecipe(Files):
-    """The corpus of a recipe with sources.
+    """The corpus of a recipe with files, which are downloaded unless they are in `from_dir`.
 
-    data_dir: its folder `download` keeps the files, so that corpora that share them share those too
-    Raises UserError: no source can be used, a wrong file, a disk that is too small.
+    data_dir: its folder `download` keeps the files, so that corpora share them
+    Raises UserError: the hub does not answer, or has other files than the recipe says.
     """
 
     def __init__(
@@ -149,16 +142,14 @@ class FromRecipe(Files):
         data_dir: Path,
         from_dir: Path | None = None,
         documents: int | None = None,
-        limits: Limits | None = None,
     ) -> None:
-        keep = next((Keep(key, value) for key, value in recipe.keep.items()), None)
-        super().__init__(name, [], [recipe.text_key], limits, keep)
+        super().__init__(name, [], [recipe.text_key], recipe.keep)
         self.recipe = recipe
-        self.downloads = data_dir / DOWNLOADS
+        self.downloads = data_dir / "download" / (recipe.hub or name).replace("/", "--")
         self.from_dir = from_dir
         self.limit = documents
         self.is_here = from_dir is not None and documents is None
-        self.about["recipe"] = {"name": name, "sha256": sha256_of(recipe_path(name))}
+        self.about["recipe"] = {"name": name, "sha256": sha256_of(RECIPES / f"{name}.yml")}
         if documents:
             self.about["documents_limit"] = documents
 
@@ -166,75 +157,68 @@ class FromRecipe(Files):
         """The text of every document; with a limit files are downloaded when they are needed."""
         yield from itertools.islice(super().documents(), self.limit)
 
-    def needed(self) -> Iterator[Path]:
+    def needed(self) -> Iterable[Path]:
         """The files on this machine; with a limit each is downloaded when it is its turn."""
         if self.from_dir is not None:
             self.paths = self.paths or at_hand(self.name, self.recipe, self.from_dir)
-            yield from super().needed()
-            return
-        source, remotes = self._chosen
-        for remote in remotes:
-            try:
-                yield from download(source, [remote], self.downloads)
-            except DownloadFault as fault:
-                raise self._no_source([f"{source.title}: {fault}"]) from None
+            return super().needed()
+        commit, names = self._listed
+        paths = (self._download(name, commit) for name in files_of_part(names, self.part))
+        return paths if self.limit else list(paths)
 
     @cached_property
-    def _chosen(self) -> tuple[Source, Sequence[Remote]]:
-        """The first source that can be used, and all that it lists.
-
-        All of it is downloaded; with a limit the first file, and no other source is taken later:
-        it may have its documents in another order.
-        """
-        reasons = []
-        for source in self.recipe.sources:
-            try:
-                remotes = files_of_part(source.listing(self.downloads), self.part)
-                first = remotes if self.limit is None else remotes[:1]
-                download(source, first, self.downloads)
-                return source, remotes
-            except DownloadFault as fault:
-                reasons.append(f"{source.title}: {fault}")
-                log.warning("%s: a source cannot be used: %s", self.name, reasons[-1])
-        raise self._no_source(reasons)
-
-    def _no_source(self, reasons: Sequence[str]) -> UserError:
-        numbered = "; ".join(f"({number}) {reason}" for number, reason in enumerate(reasons, 1))
-        return UserError(
-            f"{self.name}: no source can be used: {numbered} - start again where there is a network"
-            " (what came is kept), or take files at hand: python prepare_data.py"
-            f" {self.name} --from-dir DIR, with {self.recipe.file_names} in it"
+    def _listed(self) -> tuple[str | None, Sequence[str]]:
+        """The newest commit of the data set, and the names of the files."""
+        recipe = self.recipe
+        fix = (
+            "start again where there is a network (what came is kept), or take files at hand:"
+            f" --from-dir DIR, with {' or '.join([*recipe.files, *recipe.at_hand][:4])} in it"
         )
+        if recipe.hub is None:
+            raise UserError(f"{self.name}: is not on the hub - {recipe.by_hand}; then {fix}")
+        from huggingface_hub import HfApi  # here, because it takes long to import
+
+        with asking(recipe.hub, fix):
+            dataset = HfApi().dataset_info(recipe.hub)
+            names = matching([file.rfilename for file in dataset.siblings or ()], recipe.files)
+            check_count(names, recipe, f"hf:{recipe.hub}", fix)
+        return dataset.sha, names
+
+    def _download(self, name: str, commit: str | None) -> Path:
+        """A file of the data set; one that is here is only compared with the hub's."""
+        from huggingface_hub import hf_hub_download
+
+        hub = str(self.recipe.hub)
+        with asking(hub, "start the same command again, which continues, or use --from-dir"):
+            path = hf_hub_download(
+                hub, name, repo_type="dataset", revision=commit, local_dir=self.downloads
+            )
+        return Path(path)
+
+
+def check_count(names: Sequence[str], recipe: Recipe, place: str, fix: str) -> None:
+    """Raise UserError unless there are as many files as the recipe says."""
+    if not names or recipe.count not in (None, len(names)):
+        raise UserError(f"{place}: has {len(names)} of the {recipe.count} files - {fix}")
 
 
 def at_hand(name: str, recipe: Recipe, folder: Path) -> list[Path]:
-    """The files of a corpus in a folder; UserError if they are not there, or not all or others.
+    """The files of a corpus in a folder; UserError if they are not there, or not all.
 
-    Files under the names of a source go first, then those of `at_hand`.
+    Files under the names of the data set go first, then those of `at_hand`.
     """
     files = {path.relative_to(folder).as_posix(): path for path in files_in(folder)}
-    for source in recipe.sources:
-        names = matching(files, source.names)
-        if not names:
-            continue
-        count = source.count or len(source.names)
-        if count != len(names):
-            raise UserError(
-                f"--from-dir: {folder} has {len(names)} of the {count} files of {name} - get the"
-                f" others, or prepare these as what they are: --input {folder} --name {name}-part"
-            )
-        for path in names:
-            if source.sha256 not in (None, sha256_of(files[path])):
-                raise UserError(
-                    f"--from-dir: {files[path]} has another sha256 than the file of the recipe"
-                    f" ({str(source.sha256)[:12]}…) - copy it again"
-                )
+    names = matching(files, recipe.files)
+    if names:
+        fix = f"get the others, or prepare these as --input {folder} --name {name}-part"
+        check_count(names, recipe, f"--from-dir: {folder}", fix)
         return [files[path] for path in names]
     names = matching(files, recipe.at_hand)
     if not names:
         raise UserError(
-            f"--from-dir: {folder} has no files of {name}, which are {recipe.file_names} - look for"
-            f" them there, or prepare your own text: --input {folder} --name {name}"
+            f"--from-dir: {folder} has no files of {name}, which are"
+            f" {' or '.join([*recipe.files, *recipe.at_hand])} - look for them there, or prepare"
+            f" your own text: --input {folder} --name {name}"
         )
     log.warning(
         "%s: takes %d files whose names fit, from %s to %s; the recipe cannot check them",
@@ -243,45 +227,42 @@ def at_hand(name: str, recipe: Recipe, folder: Path) -> list[Path]:
     return [files[path] for path in names]
 
 
-def gpt2_files(data_dir: Path, from_dir: Path | None = None) -> list[Path]:
-    """gpt2-vocab.json and gpt2-merges.txt in the data folder.
+def matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    """The names that fit a pattern, by the first that each fits, and then by name.
 
-    from_dir: where to look instead of downloading, there or in the folder above. A file that is in
-    the data folder already is used as it is, with a warning if it is another one. UserError if a
-    file cannot be had.
+    A pattern fits the end of a path. Where none does, patterns lose their folders, so that files
+    may have been copied anywhere; where one does, a file of another folder is another file.
     """
-    from megatron.config.yaml_files import read_file  # here, because torch comes with it
+    names = sorted(names)
+    without_folders = [pattern.rpartition("/")[2] for pattern in patterns]
+    for ends in (patterns, without_folders):
+        matches = [name for end in ends for name in names if fnmatchcase(f"/{name}", f"*/{end}")]
+        if matches:
+            return list(dict.fromkeys(matches))
+    return []
 
+
+def gpt2_files(data_dir: Path) -> list[Path]:
+    """gpt2-vocab.json and gpt2-merges.txt in the data folder; those that are there are kept.
+
+    UserError if one cannot be had.
+    """
     paths = []
-    for facts in read_file(GPT2)["files"]:
-        file = Remote("", facts["name"], facts["bytes"], facts["sha256"])
-        path = data_dir / file.name
+    for local_name, (name, sha256) in GPT2_FILES.items():
+        path = data_dir / local_name
         paths.append(path)
         if path.is_file():
-            if sha256_of(path) != file.sha256:
-                log.warning("%s: is not GPT-2's own file; it is used as it is", path)
             continue
-        if from_dir is None:
-            reasons = []
-            with owned_file(path, "-d"):
-                for url in facts["urls"]:
-                    try:
-                        fetch(file._replace(address=url), path)
-                        break
-                    except DownloadFault as fault:
-                        reasons.append(str(fault))
-        else:
-            reasons = [f"neither {from_dir} nor the folder above has GPT-2's own file"]
-            folders = (from_dir, from_dir.resolve().parent)
-            names = (file.name, *facts["names"])
-            for copy in (folder / name for folder in folders for name in names):
-                if copy.is_file() and sha256_of(copy) == file.sha256:
-                    with atomic_write(path) as temporary:
-                        shutil.copyfile(copy, temporary)
-        if not path.is_file():
-            raise UserError(
-                f"{path}: cannot be had: {'; '.join(reasons)} - copy GPT-2's"
-                f" {' or '.join(facts['names'])} there, give --vocab-file and --merge-file, or"
-                " train a tokenizer on the text with --vocab-size"
-            )
+        from huggingface_hub import hf_hub_download
+
+        fix = (
+            f"copy GPT-2's {name} to {path}, give --vocab-file and --merge-file, or train a"
+            " tokenizer on the text with --vocab-size"
+        )
+        with asking(GPT2, fix):
+            copy = Path(hf_hub_download(GPT2, name))
+        if sha256_of(copy) != sha256:
+            raise UserError(f"hf:{GPT2}: its {name} is not OpenAI's - {fix}")
+        with atomic_write(path) as temporary:
+            shutil.copyfile(copy, temporary)
     return paths

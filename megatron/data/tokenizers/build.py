@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -16,7 +15,6 @@ from megatron.data.tokenizers.hugging_face import gpt2, hugging_face
 from megatron.data.tokenizers.tokenizer import (
     END_OF_DOCUMENT,
     Tokenizer,
-    check_numbers,
     encoding_threads,
     hash_of,
     naming_faults,
@@ -32,7 +30,6 @@ class Bytes(Tokenizer):
     name = "CharLevelTokenizer"
     vocab_size = 512
     eod = 0
-    cuttable = True
     hash = hashlib.sha256(b"CharLevelTokenizer 512").hexdigest()[:12]
 
     def token_bytes(self) -> NDArray[np.int64]:
@@ -87,34 +84,29 @@ class Ranks(Tokenizer):
         is_own, _, pattern = stem.rpartition(".")
         known_patterns = published_ranks()
         published = known_patterns.get(pattern)
-        if stem == path.name or published is None:
+        if published is None:
             raise UserError(
                 f"vocab_file: the name of {path} does not say its pattern, and nothing is fetched -"
                 " give PATTERN.tiktoken as published, or your own mine.PATTERN.tiktoken, of one of"
                 f" {', '.join(known_patterns)}"
             )
         content = read_bytes(path, "vocab_file")
-        if not is_own and hashlib.sha256(content).hexdigest() != published.sha256:
-            raise UserError(
-                f"vocab_file: {path} is not the file that was published under that name - copy it"
-                f" again, or call a vocabulary of your own mine.{path.name}"
-            )
         ranks = {}
-        with naming_faults(f"vocab_file: {path} is not a file of ranks", "copy it again"):
+        fix = f"copy it again, or call a vocabulary of your own mine.{path.name}"
+        with naming_faults(f"vocab_file: {path} is not the file of ranks that it should be", fix):
+            if not is_own and hashlib.sha256(content).hexdigest() != published.sha256:
+                raise ValueError("not the published one")
             for line in filter(None, content.splitlines()):
                 token, rank = line.split()
                 ranks[base64.b64decode(token, validate=True)] = int(rank)
             if not ranks.keys() >= {bytes([byte]) for byte in range(256)}:
                 raise ValueError("it lacks some of the 256 bytes")
-        check_numbers(list(ranks.values()), path)
         self.eod, self.vocab_size = published.eod, published.size
         if is_own:
             self.eod = max(ranks.values()) + 1
             self.vocab_size = self.eod + 1
         # The hash names the pattern too: the same ranks with another one give other ids.
         self.hash = hash_of(content, published.pattern)
-        # `pieces` knows where to cut for GPT-2's pattern.
-        self.cuttable = published.pattern == known_patterns["gpt2"].pattern
         self._inner = tiktoken.Encoding(
             stem,
             pat_str=published.pattern,
@@ -140,16 +132,13 @@ class Ranks(Tokenizer):
 
 # --- SentencePiece ---
 
-RANK = re.compile(rb"[\w+/]+=* \d+\s")  # a token in base64, and its number
-
 
 class SentencePieces(Tokenizer):
     """The tokenizer of a SentencePiece model, without begin and end of a sentence.
 
     <|endoftext|> ends a document where the model has it, else its end of a sentence, usually </s>.
     Most models normalise the text (NFKC, spaces): `decode` gives back the normalised one, and
-    pieces do not say how many bytes they are. They reach over spaces, so no cut of a long text is
-    known to be safe.
+    pieces do not say how many bytes they are.
     UserError for a model without an end and for files that are not models.
     """
 
@@ -164,13 +153,9 @@ class SentencePieces(Tokenizer):
         )
 
         content = read_bytes(path, "vocab_file")
-        if RANK.match(content):  # the original/tokenizer.model of Llama 3
-            raise UserError(
-                f"vocab_file: {path} holds tiktoken's ranks and is no SentencePiece model - give"
-                " the tokenizer.json of the model's folder at Hugging Face (tokenizer_type:"
-                " HFTokenizer)"
-            )
-        with naming_faults(f"vocab_file: {path} is not a SentencePiece model", "copy it again"):
+        # Llama 3's original/tokenizer.model holds ranks.
+        fix = "copy it again; of a file of tiktoken's ranks give the tokenizer.json (HFTokenizer)"
+        with naming_faults(f"vocab_file: {path} is not a SentencePiece model", fix):
             model = ModelProto.FromString(content)
             self.eod = SentencePieceProcessor(model_proto=content).eos_id()
         for number, piece in enumerate(model.pieces):
@@ -212,11 +197,6 @@ KINDS: dict[str, tuple[Any, dict[str, str]]] = {
     "CharLevelTokenizer": (Bytes, {}),
 }
 """For each tokenizer_type: what builds it of its files, and the keys that name these."""
-READ_BY = {  # kinds of files by their endings
-    ".model": ("SPMTokenizer",),
-    ".tiktoken": ("TiktokenTokenizer",),
-    ".json": ("HFTokenizer", "HFGPT2Tokenizer", "GPT2BPETokenizer"),
-}
 
 
 def build_tokenizer(
@@ -238,19 +218,9 @@ def build_tokenizer(
         if not path:
             raise UserError(f"{key}: {kind} needs one - give the path of its {what}")
         paths.append(Path(path))
-        readers = READ_BY.get(paths[-1].suffix, (kind,))
-        if kind not in readers:
-            raise UserError(
-                f"{key}: {kind} does not read {path} - use tokenizer_type: {readers[0]}, which does"
-            )
     return build(*paths)
 
 
 def needs_files(kind: str) -> bool:
     """Whether a tokenizer_type is made of files."""
     return kind not in KINDS or bool(KINDS[kind][1])
-
-
-def same_kind(first: str, second: str) -> bool:
-    """Whether two tokenizer_types are one and the same: some have a second name."""
-    return first == second or (first in KINDS and KINDS[first] is KINDS.get(second))

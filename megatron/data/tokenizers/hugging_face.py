@@ -7,17 +7,14 @@ tokenizer.json, or a folder that holds one.
 import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.tokenizers.tokenizer import (
-    BREAK,
     END_OF_DOCUMENT,
     Tokenizer,
-    as_json,
-    check_numbers,
     hash_of,
     naming_faults,
     read_text,
@@ -59,11 +56,7 @@ class Subwords(Tokenizer):
         self.name = name
         self.eod = eod
         self.hash = fingerprint
-        self.cuttable = _cuts_are_safe(parts)
-        # Special tokens are not looked for in documents; others may stand across words.
-        across_words = not all(token["special"] for token in parts["added_tokens"])
-        after = parts["post_processor"] or {"type": "ByteLevel"}
-        self.by_words = self.cuttable and after["type"] == "ByteLevel" and not across_words
+        self.by_words = _works_by_words(parts)
         self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values()) + 1
         self._inner = inner
 
@@ -72,28 +65,14 @@ class Subwords(Tokenizer):
 
         UserError if the files promise a token that they lack, or have none for a character.
         """
-        fault = f"vocab_file: {self.name} cannot encode a text"
-        try:
-            with naming_faults(fault, "copy its files again"):
-                encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
-        except UserError as error:
-            if NO_TOKEN not in str(error):
-                raise
-            characters = dict.fromkeys("".join(texts))
-            lost = next(filter(self._leaves_out, characters), "a character")
-            raise UserError(
-                f"vocab_file: {self.name} {self.hash} has no token for {lost!r} and would leave it"
-                " out - give a tokenizer with bytes (ByteLevel with its whole alphabet, or"
-                " byte_fallback) or an unknown token, or take such characters out of the text"
-            ) from None
+        with naming_faults(
+            f"vocab_file: {self.name} {self.hash} cannot encode a text and would leave characters"
+            " out",
+            "give a tokenizer with bytes (ByteLevel with its whole alphabet, or byte_fallback) or"
+            " an unknown token, or take such characters out of the text",
+        ):
+            encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
-
-    def _leaves_out(self, character: str) -> bool:
-        try:
-            self._inner.encode(character)
-        except Exception:  # the library has no other
-            return True
-        return False
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._inner.decode(list(ids), skip_special_tokens=False)
@@ -151,23 +130,21 @@ class Subwords(Tokenizer):
         return json.dumps(content, ensure_ascii=False)
 
 
-def _cuts_are_safe(parts: dict) -> bool:
-    """Whether a tokenizer.json gives a text that `pieces` cuts the ids of the whole text.
+def _works_by_words(parts: dict) -> bool:
+    """Whether a tokenizer.json gives words, cut by GPT-2's pattern, the ids of the whole text.
 
-    So it is for byte-level BPE with GPT-2's pattern: there no token joins what is no space to a
-    space after it. NFC does not either. Added tokens must not, nor look at their neighbours;
-    special ones are not looked for in documents.
+    So it is for byte-level BPE with that pattern. NFC changes nothing, and special tokens are not
+    looked for in documents; others may stand across words.
     """
     before = parts["pre_tokenizer"] or {}
-    is_gpt2 = before.get("type") == "ByteLevel" and before.get("use_regex", True)
     normalizer = parts["normalizer"] or {"type": "NFC"}
-    if not is_gpt2 or before.get("add_prefix_space") or normalizer["type"] != "NFC":
-        return False
-    looks_around = ("lstrip", "rstrip", "single_word")
-    return parts["model"]["type"] == "BPE" and not any(
-        BREAK.search(token["content"]) or any(map(token.get, looks_around))
-        for token in parts["added_tokens"]
-        if not token["special"]
+    after = parts["post_processor"] or {"type": "ByteLevel"}
+    return (
+        (parts["model"]["type"], before.get("type")) == ("BPE", "ByteLevel")
+        and before.get("use_regex", True)
+        and not before.get("add_prefix_space")
+        and (normalizer["type"], after["type"]) == ("NFC", "ByteLevel")
+        and all(token["special"] for token in parts["added_tokens"])
     )
 
 
@@ -191,24 +168,15 @@ def gpt2(vocab_path: Path, merge_path: Path) -> Subwords:
 
     vocab_text = read_text(vocab_path, "vocab_file")
     merges_text = read_text(merge_path, "merge_file")
-    vocab = as_json(vocab_text)
-    # "model" is also a word of GPT-2's vocabulary
-    if vocab is None or isinstance(vocab.get("model"), dict) or as_json(merges_text) is not None:
-        raise UserError(
-            f"vocab_file: {vocab_path} and {merge_path} are not GPT-2's vocab.json and merges.txt"
-            " - give them as vocab_file and merge_file; a tokenizer.json is read by tokenizer_type:"
-            " HFTokenizer"
-        )
-    check_numbers(list(vocab.values()), vocab_path)
-    end = end_of_document(vocab_path, vocab)
-    missing = {*pre_tokenizers.ByteLevel.alphabet(), end} - vocab.keys()
-    if missing:
-        raise UserError(
-            f"vocab_file: {vocab_path} lacks {len(missing)} of the 256 bytes and {end},"
-            " which ends every document - give GPT-2's vocab.json, or one that has them"
-        )
-    fault = f"merge_file: {merge_path} does not belong to {vocab_path}"
-    with naming_faults(fault, "give the pair that came together"):
+    with naming_faults(
+        f"vocab_file: {vocab_path} and {merge_path} are not GPT-2's vocab.json and merges.txt",
+        "give the pair that came together; a tokenizer.json is read by tokenizer_type: HFTokenizer",
+    ):
+        vocab = json.loads(vocab_text)
+        end = end_of_document(vocab_path, vocab)
+        missing = {*pre_tokenizers.ByteLevel.alphabet(), end} - vocab.keys()
+        if missing:
+            raise ValueError(f"{len(missing)} of the 256 bytes and {end} are missing")
         bpe = ByteLevelBPETokenizer.from_file(str(vocab_path), str(merge_path))
     fingerprint = hash_of(vocab_text, merges_text, *unusual(end))
     return Subwords("GPT2BPETokenizer", bpe._tokenizer, vocab[end], fingerprint)
@@ -222,42 +190,25 @@ def hugging_face(path: Path) -> Subwords:
     import tokenizers
 
     if path.is_dir():
-        if not (path / WHOLE).is_file():
-            raise UserError(
-                f"vocab_file: the folder {path} has no {WHOLE} - let transformers write it:"
-                " AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER); GPT-2's vocab.json"
-                " and merges.txt are read by tokenizer_type: GPT2BPETokenizer"
-            )
         path = path / WHOLE
     text = read_text(path, "vocab_file")
-    content = as_json(text)
-    if content is None or not isinstance(content.get("model"), dict):
-        raise UserError(
-            f"vocab_file: HFTokenizer reads a tokenizer.json, {path} is not one - a bare vocabulary"
-            " needs tokenizer_type: GPT2BPETokenizer and its merge_file"
-        )
     reading = (
-        f"vocab_file: the library cannot read {path}",
-        "copy it again, or upgrade tokenizers",
+        f"vocab_file: {path} is no tokenizer.json that the library can read",
+        "a vocab.json needs tokenizer_type: GPT2BPETokenizer and its merge_file; transformers"
+        " writes a tokenizer.json: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
     )
     with naming_faults(*reading):
+        content = json.loads(text)
         inner = tokenizers.Tokenizer.from_str(text)
     vocab = inner.get_vocab(with_added_tokens=True)
-    check_numbers(list({*vocab.values()}), path)
-
     added_tokens = content.get("added_tokens", [])
     end = end_of_document(path, vocab, {token["content"] for token in added_tokens})
     eod = vocab.get(end)
     if eod is None:
-        eos_token = eos_token_beside(path)
-        why = f"'{eos_token}', the eos_token of {BESIDE}, is no token of it - name one that is"
-        if eos_token is None:
-            why = (
-                f"no eos_token of {BESIDE} beside it - add it to its special tokens, or copy that"
-                " file too"
-            )
         raise UserError(
-            f"vocab_file: {path} has no {END_OF_DOCUMENT}, which ends every document, and {why}"
+            f"vocab_file: {path} has no {END_OF_DOCUMENT}, which ends every document, and no"
+            f" eos_token of {BESIDE} beside it - add it to its special tokens, or copy that file"
+            " too"
         )
     for token in added_tokens:
         if token["id"] == eod and not token["special"]:
@@ -291,8 +242,11 @@ def end_of_document(file: Path, vocab: Mapping[str, int], added: Collection[str]
 def eos_token_beside(file: Path) -> str | None:
     """eos_token of the tokenizer_config.json beside a tokenizer's file, or None."""
     beside = file.with_name(BESIDE)
-    settings = as_json(read_text(beside, "vocab_file")) if beside.is_file() else None
-    token = (settings or {}).get("eos_token")
+    settings: Any = {}
+    if beside.is_file():
+        with naming_faults(f"vocab_file: {beside} cannot be read", "copy it again"):
+            settings = dict(json.loads(read_text(beside, "vocab_file")))
+    token = settings.get("eos_token")
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None

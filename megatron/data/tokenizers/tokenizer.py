@@ -1,31 +1,19 @@
-"""The interface of all tokenizers, their files, and texts too long to encode at once."""
+"""The interface of all tokenizers, and their files."""
 
 import hashlib
-import json
 import os
-import re
-import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.errors import UserError
+from megatron.files import read_small
 
 END_OF_DOCUMENT = "<|endoftext|>"
 LARGEST = 1 << 28  # bytes of a tokenizer's file: the largest known has 35 MB
-SPARSE = 16  # ids for each entry: none of the known leaves more than a few free
-PIECE = 1_000_000  # characters after which a cut is looked for
-UNBROKEN = 16_000_000  # characters encoded at once: the library holds some 150 bytes for each
-# GPT-2's pattern never joins what is no space to a space that follows, and the only look-ahead,
-# of `\s+(?!\S)`, is about what comes after spaces. So a text may be cut there: before a space or a
-# line break, after a letter, number, mark of punctuation or symbol. No version of Unicode calls
-# one of these a space.
-BREAK = re.compile(r"\S(?=[ \n])")
-SOLID = frozenset("LNPS")
 
 
 class Tokenizer:
@@ -33,8 +21,7 @@ class Tokenizer:
 
     eod: the id that ends a document; hash: names the contents; vocab_size: the highest id + 1
     unknown: the id of what the vocabulary lacks, or None if it lacks nothing
-    cuttable: texts that are cut by `pieces` have the same ids, one after another
-    by_words: so have texts that are cut into words by GPT-2's pattern
+    by_words: texts that are cut into words by GPT-2's pattern have the same ids, one after another
 
     Special strings in a text, such as <|endoftext|>, are text: `encode` never gives eod, except for
     a NUL as a byte of CharLevelTokenizer, as in GPT-NeoX.
@@ -45,7 +32,6 @@ class Tokenizer:
     vocab_size: int
     eod: int
     unknown: int | None = None
-    cuttable = False
     by_words = False
 
     def encode(self, text: str) -> list[int]:
@@ -87,31 +73,6 @@ def encoding_threads() -> int:
     return limit or len(os.sched_getaffinity(0))
 
 
-def pieces(text: str, *, where: str, cuttable: bool = True, size: int = PIECE) -> Iterator[str]:
-    """A text in pieces of `size` characters or a little more, whose tokens are those of the text.
-
-    cuttable: False: no cut is known to be safe, so the text stays whole
-    Raises UserError if a piece would be longer than can be encoded at once.
-    """
-    cuts = [0]
-    start = size
-    while cuttable and start < len(text) and (match := BREAK.search(text, start - 1)):
-        start = match.end() + 1
-        if unicodedata.category(match[0])[0] in SOLID:
-            cuts.append(match.end())
-            start = match.end() + size
-    cuts.append(len(text))
-    longest = max(end - start for start, end in pairwise(cuts))
-    if longest > UNBROKEN:
-        why = "a space or line break" if cuttable else "a place where this tokenizer may be cut"
-        raise UserError(
-            f"{where}: has {longest:,} characters without {why}, more than the {UNBROKEN:,} that"
-            " are encoded at once - remove the document, or cut it into several"
-        )
-    for start, end in pairwise(cuts):
-        yield text[start:end]
-
-
 # --- Files ---
 
 
@@ -130,24 +91,14 @@ def naming_faults(fault: str, fix: str) -> Iterator[None]:
 
 
 def read_bytes(path: Path, key: str) -> bytes:
-    """The contents of a tokenizer's file; UserError if it is missing, empty or far too large."""
-    if not os.path.isfile(path):  # also False for names that are too long
-        raise UserError(
-            f"{key}: there is no file {path} (looked from {Path.cwd()}) - give the path of an "
-            "existing file"
-        )
+    """The contents of a tokenizer's file; UserError if it cannot be read."""
     try:
-        content = path.read_bytes() if path.stat().st_size <= LARGEST else b""
-    except OSError as error:
+        return read_small(path, LARGEST)
+    except OSError as fault:
         raise UserError(
-            f"{key}: {path} cannot be read ({error.strerror}) - check its permissions"
+            f"{key}: {path} cannot be read ({fault.strerror}; looked from {Path.cwd()}) - give the"
+            " path of an existing tokenizer's file"
         ) from None
-    if not content.strip():
-        raise UserError(
-            f"{key}: {path} is empty, or larger than any tokenizer's file ({LARGEST >> 20} MiB)"
-            " - copy it again"
-        )
-    return content
 
 
 def read_text(path: Path, key: str) -> str:
@@ -156,18 +107,7 @@ def read_text(path: Path, key: str) -> str:
         text = read_bytes(path, key).decode()
     except UnicodeDecodeError:
         raise UserError(f"{key}: {path} is not text - give a tokenizer's file") from None
-    if text.startswith("\ufeff"):
-        raise UserError(f"{key}: {path} begins with a byte order mark - save it without")
     return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def as_json(text: str) -> dict | None:
-    """A mapping in JSON, or None for anything else."""
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
 
 
 def hash_of(*contents: str | bytes) -> str:
@@ -177,21 +117,3 @@ def hash_of(*contents: str | bytes) -> str:
         encoded = content.encode() if isinstance(content, str) else content
         digest.update(hashlib.sha256(encoded).digest())
     return digest.hexdigest()[:12]
-
-
-def check_numbers(numbers: Sequence[int], path: Path) -> None:
-    """Raise UserError unless every entry has its own number, and none is far too high.
-
-    The highest number decides the rows of the embedding.
-    """
-    ids = {number for number in numbers if type(number) is int and number >= 0}
-    if len(ids) < len(numbers):
-        raise UserError(
-            f"vocab_file: {path} does not give every token its own number - it is damaged, copy it"
-            " again"
-        )
-    if max(numbers, default=0) >= SPARSE * len(numbers) + 1000:
-        raise UserError(
-            f"vocab_file: {path} gives a token the number {max(numbers)}, but has only"
-            f" {len(numbers)} entries - it is damaged, copy it again"
-        )

@@ -1,6 +1,6 @@
-"""Run docs/commands/session.yml and write docs/commands, a page for each command (`make docs`).
+"""Write the generated pages: configs/README.md, docs/positions.md and docs/commands (`make docs`).
 
-python tools/document_commands.py --options    the options of each page anew, without its examples
+python -m megatron.report.document --options    of docs/commands only the options, no examples
 """
 
 import os
@@ -13,15 +13,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.cli_errors import command_parser, guarded
+from megatron.cli_errors import command_parser
+from megatron.config.document import README, readme
 from megatron.errors import UserError
 from megatron.files import ROOT, write_text
+from megatron.report.catalogue import renew
 from megatron.strict_yaml import parse
 
 PAGES = ROOT / "docs" / "commands"
-FILES = ("tiny.yml", "published.yml")  # of docs/commands, which commands of the session read
 IN_CLONE = ("megatron", "tools", "configs", "docs", "README.md", "LICENSE")
-SHOWN = 34  # lines of one command's output; more are left out in the middle
+SHOWN = 20  # lines of one command's output; more are left out in the middle
 OPTIONS = "## Options"
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 
@@ -35,41 +36,33 @@ def session() -> list[dict[str, Any]]:
 
 
 def make_clone(folder: Path) -> None:
-    """Put into a folder what commands of a clone find, and the files of the session."""
-    scripts = [path.name for path in ROOT.glob("*.py")]
-    for name in (*scripts, *IN_CLONE):
+    """Put into a folder what commands of a clone find, and the configuration of the session."""
+    for name in (*(path.name for path in ROOT.glob("*.py")), *IN_CLONE):
         (folder / name).symlink_to(ROOT / name)
-    for name in FILES:
-        shutil.copy(PAGES / name, folder)
+    shutil.copy(PAGES / "tiny.yml", folder)
 
 
 def text_of(page: dict[str, Any], folder: Path, run: Runner) -> str:
-    """The commands of a page with what they print, and the options of its script.
-
-    Raises UserError if a command fails.
-    """
-    parts = [f"# `{page['script']}`", "", f"{page['about']} [More]({page['more']}).", ""]
+    """The commands of a page with what they print, and the options of its script."""
+    parts = [f"# `{page['script']}`", f"{page['about']} [More]({page['more']})."]
     for command in page["run"]:
         status, output = run(shlex.split(command)[1:], folder)
         if status != 0:
             raise UserError(f"session.yml: {command}: ended with status {status}\n{output}")
-        output = output.replace(f"{folder}/", "")
-        output = output.replace(sys.prefix, ".venv")
-        output = output.replace(str(Path.home()), "~")
+        output = output.replace(f"{folder}/", "").replace(sys.prefix, ".venv")
         lines = [line.rstrip() for line in output.strip("\n").splitlines()]
-        left_out = len(lines) - SHOWN + 1
-        if left_out > 1:
-            half = SHOWN // 2
-            lines[half : half + left_out] = [f"… {left_out} more lines …"]
-        parts += ["```sh", command, "```", ""]
-        parts += ["```text", *lines, "```", ""]
-    return "\n".join([*parts, options_of(page, folder, run)])
+        if len(lines) > SHOWN:
+            lines[SHOWN // 2 : -SHOWN // 2] = ["…"]
+        parts += [f"```sh\n{command}\n```", "\n".join(["```text", *lines, "```"])]
+    return "\n\n".join([*parts, options_of(page, folder, run)])
 
 
 def options_of(page: dict[str, Any], folder: Path, run: Runner) -> str:
-    """The section of a page that shows the help of its script."""
+    """The section of a page that shows the options of its script."""
     _, output = run([page["script"], "--help"], folder)
-    return f"{OPTIONS}\n\n```text\n{output.strip()}\n```\n\n[All commands](README.md)\n"
+    _, _, options = output.partition("\npositional arguments:")
+    text = f"positional arguments:{options}" if options else output
+    return f"{OPTIONS}\n\n```text\n{text.strip()}\n```\n\n[All commands](README.md)\n"
 
 
 def in_process(words: Sequence[str], folder: Path) -> tuple[int, str]:
@@ -87,11 +80,13 @@ def in_process(words: Sequence[str], folder: Path) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-@guarded
-def main() -> int:
+def main() -> None:
     parser = command_parser(__doc__)
     parser.add_argument("--options", action="store_true", help="keep the examples as they are")
     only_options = parser.parse_args().options
+    if not only_options:
+        write_text(README, readme())
+        renew()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_clone(folder)
@@ -103,8 +98,7 @@ def main() -> int:
             else:
                 text = text_of(page, folder, in_process)
             write_text(path, text)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -5,9 +5,10 @@ import torch
 from torch import Tensor
 
 from megatron.attention.terms import Terms
-from megatron.model import Architecture
-from megatron.model.block import AttentionInputs, SelfAttention
+from megatron.hybrids import GatedAttention
+from megatron.model.block import AttentionInputs
 from megatron.positions import build
+from tests.architectures import architecture
 from tests.positions.golden import Golden, load
 from tests.positions.test_authors import close, merged
 
@@ -26,9 +27,9 @@ def test_a_gate_gives_the_numbers_of_its_authors(variant):
     golden = load("gated_attention", variant)
     shape, grouped = golden.shape(), variant.endswith("_gqa")
     key_heads = 1 if grouped else shape.heads
-    model = Architecture(
+    model = architecture(
+        layers="gated_attention",
         hidden_size=shape.hidden,
-        num_layers=1,
         num_attention_heads=shape.heads,
         num_key_value_heads=key_heads,
         seq_length=shape.train_length,
@@ -38,7 +39,7 @@ def test_a_gate_gives_the_numbers_of_its_authors(variant):
         attention_gate="head" if variant.startswith("headwise") else "element",
         use_bias_in_attn_linear=False,
     )
-    layer = SelfAttention(model).double()
+    layer = GatedAttention(model).double()
     weights = {
         "query_key_value.weight": rows(golden, "param", key_heads),
         "dense.weight": torch.eye(shape.hidden),

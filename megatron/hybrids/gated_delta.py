@@ -1,67 +1,27 @@
 """Gated DeltaNet and KDA, which read earlier tokens through a state, and causal convolutions."""
 
 import math
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.model.cache import LayerCache
-from megatron.model.documents import Documents
-from megatron.model.settings import CONVOLVED, Architecture, ResidualOutput
-from megatron.positions import Position
-from megatron.positions.base import after_earlier
-from megatron.positions.precision import at_least_float32, without_autocast
+from megatron.errors import UserError
+from megatron.hybrids.options import chosen_options
+from megatron.layer_kinds import Layer, register_layer
+from megatron.model.block import LayerInputs, for_each_query_head
+from megatron.model.gpt import prepare
+from megatron.model.settings import Architecture, ResidualOutput
+from megatron.positions import Position, Shape, build
+from megatron.positions.base import Pair, after_earlier
+from megatron.positions.layers import entry_of, features_of_head
+from megatron.positions.precision import at_least_float32, in_float32_on_cpu, without_autocast
 
+CONVOLVED = 4  # tokens that a convolution sees, the own one included
+PER_STATE = 6  # operations of a number of the state: a key's value, the update, the query's value
 CHUNK = 64  # tokens that are computed at once
 CHUNK_BY_FEATURE = 8  # the same where features have their own decays: less memory
-
-
-class Ranks(Protocol):
-    """The processes that share a text, each of which has a part of it, in the order of `rank`."""
-
-    rank: int
-
-    def gather(self, part: Tensor) -> Tensor:
-        """The tensors of all ranks, joined along dimension 2. Every rank calls this."""
-        ...
-
-
-class PositionAtPlaces(NamedTuple):
-    """An encoding, and the places of tokens that it turns.
-
-    places: [length] or [batch, 1, length]
-    """
-
-    position: Position
-    places: Tensor
-
-    def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q, k [batch, heads, length, features] -> same."""
-        return self.position.on_queries_keys_at(q, k, self.places, self.places)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerInputs:
-    """What every layer reads beside x.
-
-    documents: where they lie, if the layer keeps them apart;
-    cache: what it keeps of earlier tokens; None to keep nothing
-    context: the other parts of the text; None if x has all of it
-    turn: turns queries and keys of a layer with a state; None: nothing does
-    """
-
-    documents: Documents | None = None
-    cache: LayerCache | None = None
-    context: Ranks | None = None
-    turn: PositionAtPlaces | None = None
-
-    @property
-    def memory(self) -> dict[str, Tensor]:
-        """That of the cache."""
-        return {} if self.cache is None else self.cache.memory
 
 
 class CausalConvolution(nn.Conv1d):
@@ -79,7 +39,9 @@ class CausalConvolution(nn.Conv1d):
         out = super().forward(x)
         if inputs.documents is not None:
             # The first tokens of a document once more, without those before it.
-            row, token, place = inputs.documents.first_tokens
+            places = inputs.documents.places
+            row, token = (places < CONVOLVED - 1).nonzero(as_tuple=True)  # a GPU is waited for
+            place = places[row, token]
             tap = torch.arange(CONVOLVED, device=x.device)
             read = x[row[:, None], :, token[:, None] + tap]  # [tokens, taps, channels]
             read = read * (tap >= CONVOLVED - 1 - place[:, None])[..., None]
@@ -87,7 +49,8 @@ class CausalConvolution(nn.Conv1d):
         return out
 
 
-class GatedDelta(nn.Module):
+@register_layer("gated_delta")
+class GatedDelta(Layer):
     """S_t = decay_t S_(t-1) (I - beta_t k_t k_tᵀ) + beta_t v_t k_tᵀ, read as S_t q_t.
 
     Gated DeltaNet (arXiv 2412.06464). For each head decay = exp(-A softplus(w·x + dt_bias)) and
@@ -96,19 +59,57 @@ class GatedDelta(nn.Module):
     as in transformers' Qwen3.5. First values of A, dt_bias and the convolution are those of
     flash-linear-attention.
 
+    linear_num_key_heads, linear_key_head_dim: of queries and keys, unset as in attention;
+    linear_num_value_heads, linear_value_head_dim: of values, unset as of keys. Neighbouring heads
+    share a query and a key, if there are more of values.
+    linear_pos_emb: an encoding that turns queries and keys, as HyPE (arXiv 2601.22156)
+
     The projection and the channels of the convolution are ordered [(q, k, v), heads, features],
     where groups of neighbouring heads share q and k, and beta_decay is [(beta, decay), heads].
     """
 
+    options: ClassVar = {
+        "allow_neg_eigval": bool,
+        "linear_num_key_heads": int,
+        "linear_num_value_heads": int,
+        "linear_key_head_dim": int,
+        "linear_value_head_dim": int,
+        "linear_pos_emb": object,
+    }
     activation = staticmethod(F.silu)  # of the gate
+
+    @classmethod
+    def sizes(cls, model: Any) -> dict[str, Any]:
+        options = chosen_options(model, cls.options)
+        key_heads = options["linear_num_key_heads"] or model.num_attention_heads
+        heads = options["linear_num_value_heads"] or key_heads
+        if heads % key_heads:
+            raise UserError(
+                f"linear_num_value_heads: {heads} is no multiple of the {key_heads} heads of keys;"
+                " give a number that is, or linear_num_key_heads"
+            )
+        key_dim = options["linear_key_head_dim"] or features_of_head(model)
+        build_position(model, key_dim)
+        return options | {
+            "linear_num_key_heads": key_heads,
+            "linear_num_value_heads": heads,
+            "linear_key_head_dim": key_dim,
+            "linear_value_head_dim": options["linear_value_head_dim"] or key_dim,
+        }
+
+    def operations(self, keys: float) -> float:
+        return PER_STATE * self.state_size
 
     def __init__(self, model: Architecture) -> None:
         super().__init__()
-        hidden = model.hidden_size
-        key_heads, heads, _, value_dim = model.delta_sizes
-        self.widths = model.delta_widths
+        hidden, sizes = model.hidden_size, self.sizes(model)
+        key_heads, heads = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]
+        key_dim, value_dim = sizes["linear_key_head_dim"], sizes["linear_value_head_dim"]
+        self.state_size = heads * key_dim * value_dim
+        self.widths = key_heads * key_dim, key_heads * key_dim, heads * value_dim
         self.heads = key_heads, key_heads, heads
-        self.largest_beta = 2.0 if model.allow_neg_eigval else 1.0
+        self.largest_beta = 2.0 if sizes["allow_neg_eigval"] else 1.0
+        self.position = build_position(model, key_dim)
         channels, width = sum(self.widths), self.widths[2]
         self.query_key_value = nn.Linear(hidden, channels, bias=False)
         self.gate = nn.Linear(hidden, width, bias=False)
@@ -132,8 +133,8 @@ class GatedDelta(nn.Module):
                 for_each_query_head(part.unflatten(1, (heads, -1)).mT, self.heads[2] // heads)
                 for part, heads in zip(parts, self.heads, strict=True)
             )
-            if inputs.turn is not None:
-                q, k = inputs.turn(q, k)
+            if self.position is not None:
+                q, k = turned(self.position, q, k, inputs)
             beta, step = self.beta_and_step(x)
             beta = self.largest_beta * beta.sigmoid()
             log_decay = -at_least_float32(self.A_log)[:, None, None].exp() * F.softplus(step)
@@ -143,7 +144,10 @@ class GatedDelta(nn.Module):
                 # Further columns, which show what becomes of any state before this part.
                 v = F.pad(v, (0, keys))
                 state = F.pad(torch.eye(keys, dtype=k.dtype, device=k.device), (values, 0))
-            numbers = None if documents is None else documents.numbers_after_earlier
+            numbers = None
+            if documents is not None:  # of the token before the new ones and of these
+                new = documents.new
+                numbers = F.pad(documents.numbers, (1, 0))[:, new.start : new.stop + 1]
             out, state = gated_delta_rule(q, k, v, beta, log_decay, state, numbers)
             memory["state"] = state
             if context is not None:
@@ -163,6 +167,7 @@ class GatedDelta(nn.Module):
         return beta, step + self.dt_bias[:, None, None]
 
 
+@register_layer("kda")
 class KimiDelta(GatedDelta):
     """Gated DeltaNet whose features of k have decays of their own: S_(t-1) Diag(decay_t).
 
@@ -174,8 +179,9 @@ class KimiDelta(GatedDelta):
 
     def __init__(self, model: Architecture) -> None:
         super().__init__(model)
-        hidden = model.hidden_size
-        _, heads, key_dim, value_dim = model.delta_sizes
+        hidden, sizes = model.hidden_size, self.sizes(model)
+        heads = sizes["linear_num_value_heads"]
+        key_dim, value_dim = sizes["linear_key_head_dim"], sizes["linear_value_head_dim"]
 
         def through_a_head(width: int) -> nn.Sequential:
             narrow = nn.Linear(hidden, value_dim, bias=False)
@@ -261,7 +267,7 @@ def products(q: Tensor, decay_between: Tensor, k: Tensor) -> Tensor:
     return torch.einsum("bhif,bhijf,bhjf->bhij", q, decay_between, k)
 
 
-def tokens_before(x: Tensor, context: Ranks) -> Tensor:
+def tokens_before(x: Tensor, context: Any) -> Tensor:
     """The last tokens of the ranks before, 0 before the text.
 
     [batch, channels, own tokens] -> [batch, channels, CONVOLVED - 1]
@@ -273,7 +279,7 @@ def tokens_before(x: Tensor, context: Ranks) -> Tensor:
     return F.pad(before, (count, 0))[:, :, -count:]
 
 
-def state_before(last: Tensor, context: Ranks) -> Tensor:
+def state_before(last: Tensor, context: Any) -> Tensor:
     """The state Sᵀ before the own tokens: a part of the text makes a Sᵀ + b of it.
 
     last [batch, heads, features of k, features of v and of k]: b and a of the own part
@@ -289,6 +295,33 @@ def state_before(last: Tensor, context: Ranks) -> Tensor:
     return state + 0 * parts[-1][..., :-keys]
 
 
-def for_each_query_head(x: Tensor, group: int) -> Tensor:
-    """Repeat each head for its group: [batch, key heads, keys, head_dim] -> [batch, heads, …]."""
-    return x if group == 1 else x.repeat_interleave(group, dim=1)
+def build_position(model: Any, head_dim: int) -> Position | None:
+    """The encoding of linear_pos_emb; UserError for one that a state cannot have."""
+    if model.layer_args.get("linear_pos_emb") is None:
+        return None
+    entry = entry_of("linear_pos_emb", model.layer_args["linear_pos_emb"])
+    shape = Shape(model.num_attention_heads, head_dim, model.hidden_size, model.seq_length)
+    try:
+        with in_float32_on_cpu():
+            position = build(entry.name, shape, **entry.options)
+    except UserError as fault:
+        raise UserError(f"linear_pos_emb: {fault}") from None
+    if not position.only_rotates:
+        raise UserError(
+            f"linear_pos_emb: {entry.name} does not only turn queries and keys by their positions,"
+            " which alone a state can have; take rotary, or a change of its frequencies such as"
+            " p_rope or yarn"
+        )
+    return position
+
+
+def turned(position: Position, q: Tensor, k: Tensor, inputs: LayerInputs) -> Pair:
+    """q, k [batch, heads, length, features] turned by their places -> same."""
+    earlier = 0 if inputs.cache is None else inputs.start
+    length = max(inputs.length, inputs.start + q.shape[2])
+    prepare([position], earlier, length)
+    where: Any = slice(inputs.start, inputs.start + q.shape[2])
+    if inputs.documents is not None and inputs.documents.restart:
+        where = inputs.documents.places[:, None]
+    places = position.indices(0, length)[where]  # [length] or [batch, 1, length]
+    return position.on_queries_keys_at(q, k, places, places)

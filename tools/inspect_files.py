@@ -1,0 +1,112 @@
+"""Verify the checkpoints of a run, or show a token file.
+
+python tools/inspect_files.py runs/mep                            a run's folder or one checkpoint
+python tools/inspect_files.py data/text/text_text_document        lengths, some text
+
+Every file of a checkpoint is compared with the size and the SHA-256 that the checkpoint lists.
+Nothing is unpickled or run. The status is 1 when anything is damaged.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from megatron.checkpoints.manifest import OPTIMIZER, Damaged, faults_of, read_record
+from megatron.checkpoints.saved import folder_of, latest_step, leftovers, step_of, steps_in
+from megatron.cli_errors import command_parser, guarded
+from megatron.data.samples import split_in_words
+from megatron.data.tokenizers.build import build_tokenizer
+from megatron.data.tokens import TokenFile
+from megatron.errors import UserError, visible
+from megatron.parallel.machine import in_bytes
+from megatron.splits import SPLIT
+
+EVALUATED = (512, 1024, 2048, 4096, 8192, 16384)  # the lengths of KERPLE's and MEP's tables
+SHOWN = 200  # tokens of a document that are decoded
+LEGEND = """\
+documents: with at least that many tokens; tokens: share of all tokens that these have
+beyond: share of tokens with that many of their own document before them
+windows: whole windows of that length that cross no border of documents"""
+
+
+@guarded
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command_parser(__doc__)
+    add = parser.add_argument
+    add("path", type=Path, metavar="FOLDER | PREFIX", help="token files without .bin and .idx")
+    add("--split", default=SPLIT, help="of token files, as in the configuration: %(default)s")
+    options = parser.parse_args(argv)
+    if not options.path.is_dir():
+        print(visible("\n".join(token_lines(TokenFile.open(options.path), options.split))))
+        return 0
+    lines, faults = checkpoint_lines(options.path)
+    print(visible("\n".join([*lines, *faults])))
+    return int(bool(faults))
+
+
+def checkpoint_lines(folder: Path) -> tuple[list[str], list[str]]:
+    """A line for each checkpoint of a run, or for one, and what is wrong with them."""
+    checkpoints, faults, last_lines = [folder], [], []
+    if step_of(folder) is None:
+        checkpoints = [folder_of(folder, step) for step in steps_in(folder)]
+        last_lines.append(f"latest: step {latest_step(folder)}")
+        last_lines += [f"left over by a process that died: {path}" for path in leftovers(folder)]
+    if not checkpoints:
+        raise UserError(f"{folder}: holds no checkpoint - name a run's folder or one checkpoint")
+    lines = []
+    for path in checkpoints:
+        wrong = faults_of(path)
+        faults += wrong
+        sizes = [file.stat().st_size for file in path.iterdir() if file.is_file()]
+        try:
+            record = read_record(path)
+            use = "resuming" if OPTIMIZER in record["files"] else "evaluation"
+            facts = {"config": record["config_hash"], "for": use}
+        except Damaged:
+            facts = {"config": "?", "for": "?"}
+        line = {"step": step_of(path), "size": in_bytes(sum(sizes))}
+        lines.append(line | facts | {"state": "damaged" if wrong else "verified"})
+    table = pd.DataFrame(lines).to_string(index=False)
+    return [table, *last_lines], faults
+
+
+def token_lines(tokens: TokenFile, split: str) -> Iterator[str]:
+    """Documents, their lengths, and how two of them begin."""
+    writer = tokens.meta.get("tokenizer", {})
+    yield f"{tokens.prefix} ({tokens.meta.get('corpus') or 'no card'})"
+    kind = writer.get("type", "a tokenizer that no card names")
+    yield f"{len(tokens):,} documents, {tokens.tokens:,} tokens ({tokens.dtype}) of {kind}"
+    sizes = tokens.sizes.astype(np.int64)
+    end = tokens.end_of_documents()
+    if end is not None:
+        sizes = np.maximum(sizes - 1, 0)
+        yield f"Each document ends with token {end}, which no length below counts."
+    total = max(sizes.sum(), 1)
+    if size := tokens.text_bytes:
+        yield f"The text has {size:,} bytes: {size / total:.2f} bytes per token."
+    middle = f"median {np.median(sizes):,.0f}, mean {sizes.mean():,.0f}"
+    yield f"Lengths: shortest {sizes.min():,}, {middle}, longest {sizes.max():,}"
+    lines = []
+    for length in EVALUATED:
+        long = sizes[sizes >= length]
+        line = {"length": length, "documents": len(long), "tokens": f"{long.sum() / total:.1%}"}
+        line["beyond"] = f"{np.maximum(sizes - length, 0).sum() / total:.1%}"
+        lines.append(line | {"windows": (long // length).sum()})
+    yield f"\n{pd.DataFrame(lines).to_string(index=False)}\n{LEGEND}"
+    yield f"\n{split_in_words(tokens, split)}"
+
+    tokenizer = None
+    beside = tokens.prefix.with_name("tokenizer.json")
+    if beside.exists():
+        tokenizer = build_tokenizer(writer.get("type", "HFTokenizer"), beside)
+    for document in sorted({0, len(tokens) - 1}):
+        yield f"\n--- document {document:,}, {tokens.sizes[document]:,} tokens, begins ---"
+        ids = tokens.read(document, 0, SHOWN).tolist()
+        yield tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
