@@ -209,7 +209,8 @@ def difference_of(
     if len(counts) > 1 or 0 in counts:
         raise UserError("its rows have other windows than the reference's - measure both again")
     # Runs that scored the same targets are averaged.
-    first, second = (np.mean([row[key] for row in rows], axis=0) for rows in (ours, theirs))
+    pieces = [[cast(Any, row)[key] for row in rows] for rows in (ours, theirs)]
+    first, second = (np.mean(losses, axis=0) for losses in pieces)
     weights = ours[0].get(f"{piece}_tokens")
     if not in_blocks:
         return Difference(mean_of(first - second, weights), "windows", by_seed)

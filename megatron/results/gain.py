@@ -23,7 +23,7 @@ class Gain(NamedTuple):
     short: Row
     long: Row
     gains: Array
-    sizes: Array
+    sizes: np.ndarray
     mean: Estimate
 
 

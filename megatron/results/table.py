@@ -43,6 +43,7 @@ OTHER_TOKENIZERS = (
     "tokenizers differ: the same number of tokens is not the same text, so compare runs"
     " that scored about the same bytes of the same part"
 )
+IN_LATEX = str.maketrans({"±": r"$\pm$", "†": r"\textdagger{}", "‡": r"\textdaggerdbl{}"})
 # Token accuracy of guessing, in percent, where answers have few values.
 GUESSES = {"task:parity": 50, "task:flip_flop": 50}
 
@@ -82,7 +83,7 @@ class Table:
         lines.append(r"\toprule")
         for number, words in enumerate((self.head, *self.body)):
             cells = [re.sub(r"([&%$#_{}])", r"\\\1", word) for word in words]
-            lines.append(" & ".join(cells).replace("±", r"$\pm$") + r" \\")
+            lines.append(" & ".join(cells).translate(IN_LATEX) + r" \\")
             if number == 0:
                 lines.append(r"\midrule")
         lines += [r"\bottomrule", r"\end{tabular}"]
