@@ -30,7 +30,6 @@ from megatron.files import place_of
 from megatron.model import GPT
 from megatron.positions.layers import name_of_layers
 from megatron.protocols import Windows
-from megatron.results.files import CHECKSUM
 from megatron.results.row import ATTENTION_INPUTS, EXACT, MEAN, Facts
 from megatron.results.statistics import bits_per_byte
 
@@ -212,11 +211,6 @@ class LoadedRun(LoadedModel):
                 tokens_with_text = targets[targets < len(sizes)]  # rows may be padded
                 size += int(sizes[tokens_with_text].sum())
         elif tokens.text_bytes:
-            if CHECKSUM not in tokens.meta:
-                _note(
-                    f"{tokens.prefix}.json: was written before cards had a checksum, so bits per"
-                    " byte rely on a number that cannot be verified - prepare the text again"
-                )
             size, way = tokens.text_bytes / tokens.tokens * count, MEAN
         if not size:  # nothing is known, or only ends of documents were scored
             return {}
@@ -263,12 +257,6 @@ def _tokenizer(places: Sequence[TokenizerFiles], expected: str | None) -> Tokeni
     for fault in faults:
         logger.warning("%s - without the tokenizer bytes are estimated by the corpus's card", fault)
     return None
-
-
-@cache
-def _note(text: str) -> None:
-    """Log a warning once, however many lengths are measured."""
-    logger.warning(text)
 
 
 def loaded_model(config: Config | None, folder: str | Path | None, step: int | None) -> LoadedModel:
