@@ -1,7 +1,7 @@
 """Verify the checkpoints of a run, or show a token file.
 
 python tools/inspect_files.py runs/mep                            a run's folder or one checkpoint
-python tools/inspect_files.py data/stdlib/stdlib_text_document    lengths, some text
+python tools/inspect_files.py data/text/text_text_document        lengths, some text
 
 Every file of a checkpoint is compared with the size and the SHA-256 that the checkpoint lists.
 Nothing is unpickled or run. The status is 1 when anything is damaged.
@@ -14,16 +14,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from megatron.checkpoints.manifest import Damaged, can_continue, faults_of, read_record
-from megatron.checkpoints.saved import (
-    OLDER,
-    folder_of,
-    leftovers,
-    pointed,
-    step_of,
-    steps_in,
-    without_record,
-)
+from megatron.checkpoints.manifest import OPTIMIZER, Damaged, faults_of, read_record
+from megatron.checkpoints.saved import folder_of, latest_step, leftovers, step_of, steps_in
 from megatron.cli_errors import command_parser, guarded
 from megatron.data.samples import split_in_words
 from megatron.data.tokenizers.build import build_tokenizer
@@ -59,32 +51,24 @@ def checkpoint_lines(folder: Path) -> tuple[list[str], list[str]]:
     """A line for each checkpoint of a run, or for one, and what is wrong with them."""
     checkpoints, faults, last_lines = [folder], [], []
     if step_of(folder) is None:
-        steps = sorted([*steps_in(folder), *without_record(folder)])
-        if not steps:
-            raise UserError(
-                f"{folder}: holds no checkpoint - name a run's folder or one checkpoint"
-            )
-        checkpoints = [folder_of(folder, step) for step in steps]
-        step, note = pointed(folder)
-        last_lines.append(f"latest: step {step}" + (f" ({note})" if note else ""))
+        checkpoints = [folder_of(folder, step) for step in steps_in(folder)]
+        last_lines.append(f"latest: step {latest_step(folder)}")
         last_lines += [f"left over by a process that died: {path}" for path in leftovers(folder)]
-        if note and OLDER not in note:
-            faults.append(f"{folder / 'latest'}: {note}")
+    if not checkpoints:
+        raise UserError(f"{folder}: holds no checkpoint - name a run's folder or one checkpoint")
     lines = []
     for path in checkpoints:
         wrong = faults_of(path)
         faults += wrong
         sizes = [file.stat().st_size for file in path.iterdir() if file.is_file()]
-        line = {"step": step_of(path), "size": in_bytes(sum(sizes)), "config": "?", "state": "?"}
         try:
             record = read_record(path)
+            use = "resuming" if OPTIMIZER in record["files"] else "evaluation"
+            facts = {"config": record["config_hash"], "for": use}
         except Damaged:
-            state = "damaged"
-        else:
-            state = "whole" if can_continue(path, record) else "whole, weights only"
-            line["config"] = record["config_hash"]
-        line["state"] = "damaged" if wrong else state
-        lines.append(line)
+            facts = {"config": "?", "for": "?"}
+        line = {"step": step_of(path), "size": in_bytes(sum(sizes))}
+        lines.append(line | facts | {"state": "damaged" if wrong else "verified"})
     table = pd.DataFrame(lines).to_string(index=False)
     return [table, *last_lines], faults
 
