@@ -75,8 +75,8 @@ class Claim(BaseModel, extra="forbid"):
     b: str | None = None
     at: Length | list[Length]
     b_at: Length | None = None
-    lower_by: Annotated[float, Field(lt=100)] | None = None
-    higher_by: Annotated[float, Field(gt=-100)] | None = None
+    lower_by: Annotated[int | float, Field(lt=100)] | None = None
+    higher_by: Annotated[int | float, Field(gt=-100)] | None = None
     quantity: Literal["perplexity", "accuracy", "token_accuracy"] = "perplexity"
     protocol: str = ""
     both: str = ""
@@ -92,7 +92,7 @@ class Claim(BaseModel, extra="forbid"):
     def text(self) -> str:
         """The fields in a line."""
         fields = self.model_dump(exclude_defaults=True, exclude={"source"})
-        return ", ".join(f"{key}: {value}" for key, value in fields.items())
+        return "; ".join(f"{key}: {value}" for key, value in fields.items())
 
     def names(self, key: str) -> bool:
         """Whether a fact of a side has this key, such as `window` of `window 512`."""

@@ -23,6 +23,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
+    LlamaTokenizer,
 )
 
 from megatron.checkpoints.read import load_for_evaluation
@@ -34,7 +35,9 @@ from megatron.interop import open_model
 from megatron.interop.export import export
 from megatron.interop.export_code import sources
 from megatron.interop.importing import (
+    TokenizerSource,
     description,
+    facts_of_texts,
     import_checkpoint,
     import_if_foreign,
 )
@@ -327,6 +330,17 @@ def test_a_model_keeps_how_texts_begin_and_end(form, tokenizers, tmp_path):
     assert generation["eos_token_id"] == [401, 0]
     card = (out / "README.md").read_text()
     assert not re.search(r"^\| (step|precision of the training|seed) \|", card, re.MULTILINE)
+
+
+def test_a_bare_sentencepiece_model_begins_texts_as_llama(tokenizers, tmp_path):
+    vocab, _ = tokenizers["SPMTokenizer"]
+    files = TokenizerSource("SPMTokenizer", vocab)
+    facts = facts_of_texts(tmp_path, files, build_tokenizer(*files))
+    (tmp_path / "tokenizer.model").write_bytes(vocab.read_bytes())
+    theirs = LlamaTokenizer.from_pretrained(tmp_path, add_bos_token=True)
+    assert facts == {"bos": theirs("a").input_ids[0], "bos_token": "<s>"}
+    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false}')
+    assert facts_of_texts(tmp_path, files, build_tokenizer(*files)) == {}
 
 
 def test_the_commands_of_the_guide_run_and_write_a_card(tmp_path, monkeypatch):
