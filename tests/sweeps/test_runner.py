@@ -209,7 +209,7 @@ def test_a_table_of_ones_own_stands_beside_what_its_sweep_measured(file, whole, 
     measured = {
         row["length"]: row["perplexity"] for row in rows(folder) if row["protocol"] == "paper"
     }
-    for length, paper, form in ((32, 20.0, "20.0 ± 1.5 {:.1f}"), (64, 20.0, "20.00 {:.2f}")):
+    for length, paper, form in ((32, 20.0, "20.0 ± 1.5 {:.2f}"), (64, 20.0, "20.00 {:.2f}")):
         ours = measured[length]
         assert f"good kerple_log {length} {form.format(ours)} 1 {ours - paper:+.4g}" in lines
     assert f"good kerple_log 128 out of memory {measured[128]:.2f} 1" in lines
