@@ -234,3 +234,12 @@ def _temporary(path: Path) -> Path:
 
 def _host() -> str:
     return socket.gethostname().replace(".", "-")
+
+
+def in_bytes(count: float) -> str:
+    """A number of bytes for people: 1.5 GB, in powers of 1000."""
+    for unit in ("bytes", "KB", "MB", "GB", "TB"):
+        if count < 999.5 or unit == "TB":
+            break
+        count /= 1000
+    return f"{count:.3g} {unit}"

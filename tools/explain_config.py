@@ -29,12 +29,11 @@ from megatron.config.schema import all_keys
 from megatron.config.yaml_files import find_file, read_file
 from megatron.entry import add_conf_dir, settings_first, split_words
 from megatron.errors import UserError, visible
-from megatron.files import write_output
+from megatron.files import in_bytes, write_output
 from megatron.model.size import parameters
-from megatron.parallel.machine import in_bytes
 from megatron.positions import ALIASES, REGISTRY
 from megatron.strict_yaml import on_one_line
-from megatron.sweeps.cost import DEVICES, UTILISATION, evaluation_flops, named_device, training_cost
+from megatron.sweeps.cost import DEVICES, UTILISATION, evaluation_flops, peak_tflops, training_cost
 from megatron.training.batches import likely_rows, windows_per_step
 from megatron.training.fits import memory_to_train
 
@@ -55,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_conf_dir(parser)
     add("--given", action="store_true", help="show only keys that a source sets")
     add("--brief", action="store_true", help="show no key, only the size of the run")
-    add("--gpu", metavar="NAME", help=f"one of {', '.join(DEVICES)}; default: all")
+    add("--gpu", choices=[*DEVICES], help="default: all")
     add("--mfu", type=float, default=UTILISATION, metavar="SHARE", help="default: %(default)s")
     file = "a new file for what the sources set, in today's spelling"
     add("-o", "--output", type=Path, metavar="FILE", help=file)
@@ -117,10 +116,10 @@ def size_lines(config: Config, gpu: str | None, mfu: float) -> Iterator[str]:
     yield f"  memory to train     at least {in_bytes(memory)} on each of {devices} device(s)"
     yield f"\nGPU hours to train at {mfu:.0%} (--mfu) of the speed below"
     for name in [gpu] if gpu else DEVICES:
-        device = named_device(name, config.precision.dtype, option="--gpu")
-        hours = flops / (device.flops_per_second * mfu) / HOUR
-        basis = f"{device.flops_per_second / 1e12:.4g} TFLOP/s, {device.basis}"
-        yield f"  {name:<9} {_short(hours)} ({_short(hours / devices)} on {devices}); {basis}"
+        peak = peak_tflops(name, config.precision.dtype)
+        hours = flops / (peak * 1e12 * mfu) / HOUR
+        alone, together = _short(hours), _short(hours / devices)
+        yield f"  {name:<9} {alone} ({together} on {devices}); {peak:.4g} TFLOP/s by its data sheet"
 
 
 def _short(hours: float) -> str:

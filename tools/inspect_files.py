@@ -21,7 +21,7 @@ from megatron.data.samples import split_in_words
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError, visible
-from megatron.parallel.machine import in_bytes
+from megatron.files import in_bytes
 from megatron.splits import SPLIT
 
 EVALUATED = (512, 1024, 2048, 4096, 8192, 16384)  # the lengths of KERPLE's and MEP's tables

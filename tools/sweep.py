@@ -31,7 +31,7 @@ from megatron.sweeps.cells import (
     load_sweep,
     state_of,
 )
-from megatron.sweeps.cost import DEVICES, UTILISATION, cost, named_device
+from megatron.sweeps.cost import DEVICES, UTILISATION, cost, peak_tflops
 from megatron.sweeps.engines import LAUNCHERS, run_on
 from megatron.sweeps.runner import Runner, places_of
 
@@ -54,17 +54,13 @@ def main(argv: list[str] | None = None) -> int:
     add("--launcher", choices=("local", *LAUNCHERS), default="local", help=launchers)
     resources = "what Ray or Slurm gives each cell, by their own names"
     add("--launcher-args", nargs="+", default=[], metavar="KEY=VALUE", help=resources)
-    devices = f"show the time on a device: {', '.join(DEVICES)}"
-    add("--device", metavar="NAME", help=devices)
+    add("--device", choices=[*DEVICES], help="show the time on a device")
     options = parser.parse_args(argv)
 
     faults: list[str] = []
     resources_of_job = read_overrides(options.launcher_args, faults.append)
     if faults or (options.launcher == "local" and resources_of_job):
-        raise UserError(
-            "--launcher-args: takes KEY=VALUE, for --launcher ray and slurm; here --jobs N is how"
-            " many run at a time"
-        )
+        raise UserError("--launcher-args: takes KEY=VALUE, for --launcher ray and slurm")
     if options.what == "collect":
         print(collected(options.file, options.folder))
         return 0
@@ -77,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     states = [state_of(cell) for cell in sweep.cells]
     if options.what == "status":
         print("\n".join(status(sweep, states)))
-        return int(any(state.kind in ("failed", "foreign", "damaged") for state in states))
+        return int(any(state.kind in ("failed", "damaged") for state in states))
     print(plan(sweep, states, options.jobs, options.device), flush=True)
     absent = absent_data(sweep, states)
     if options.dry_run:
@@ -85,8 +81,7 @@ def main(argv: list[str] | None = None) -> int:
             print(line)
         return 0
     if absent:
-        alternative = "or take the cells that have their data: tools/sweep.py run --only AXIS=VALUE"
-        raise UserError("\n".join([*absent, alternative]))
+        raise UserError("\n".join([*absent, "or choose cells with --only AXIS=VALUE"]))
 
     runner = Runner(say)
     if options.launcher == "local":
@@ -95,11 +90,10 @@ def main(argv: list[str] | None = None) -> int:
         only, jobs = options.only, options.jobs
         run_on(options.launcher, resources_of_job, runner, sweep, only, jobs)
     print(collected(options.file, options.folder))
-    missing = []
-    for cell in sweep.cells:
-        state = state_of(cell)
-        if state.kind != "done":
-            missing.append(f"{cell.name}: {described(cell, state)}")
+    states = [(cell, state_of(cell)) for cell in sweep.cells]
+    missing = [
+        f"{cell.name}: {described(cell, state)}" for cell, state in states if state.kind != "done"
+    ]
     if missing:
         title = f"{len(missing)} of {len(sweep.cells)} cells are missing:"
         print("\n  ".join([title, *missing]), file=sys.stderr)
@@ -122,15 +116,11 @@ def collected(file: str, folder: Path | None) -> str:
 def status(sweep: Sweep, states: Sequence[State]) -> list[str]:
     """A line for the sweep and one for each cell."""
     kinds = collections.Counter(state.kind for state in states)
-    counts = [f"{count} {kind}" for kind, count in kinds.items()]
-    counted = ", ".join(counts)
-    cells = sweep.cells
-    lines = [f"{sweep.name}: {len(cells)} cells, {counted}; runs in {sweep.folder}"]
-    width = max(len(cell.name) for cell in cells)
-    for cell, state in zip(cells, states, strict=True):
-        name = cell.name.ljust(width)
-        description = described(cell, state)
-        lines.append(f"{name}  {description}")
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    lines = [f"{sweep.name}: {len(states)} cells, {counts}; runs in {sweep.folder}"]
+    width = max(len(cell.name) for cell in sweep.cells)
+    for cell, state in zip(sweep.cells, states, strict=True):
+        lines.append(f"{cell.name:<{width}}  {described(cell, state)}")
     return lines
 
 
@@ -141,11 +131,10 @@ def plan(
     tokens, flops = cost(sweep, states)
     time = "time: --device NAME shows it"
     if device_name is not None:
-        device = named_device(device_name, sweep.cells[0].config.precision.dtype)
-        hours = flops / (device.flops_per_second * UTILISATION * (jobs or 1)) / 3600
-        speed = f"{device.flops_per_second / 1e12:.3g} TFLOP/s, {device.basis}"
-        time = f"time: {hours:,.2f} hours on {jobs or 1} x {device.name}"
-        time += f" (assumed: {UTILISATION:.0%} of {speed})"
+        peak = peak_tflops(device_name, sweep.cells[0].config.precision.dtype)
+        hours = flops / (peak * 1e12 * UTILISATION * (jobs or 1)) / 3600
+        time = f"time: {hours:,.2f} hours on {jobs or 1} x {device_name}"
+        time += f" (assumed: {UTILISATION:.0%} of {peak:.3g} TFLOP/s, its data sheet's peak)"
     lines = [
         status(sweep, states)[0],
         f"to do: {tokens / 1e6:,.1f} million tokens of training, {flops:.2e} FLOP with evaluation",

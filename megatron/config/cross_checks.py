@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 from inspect import signature
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
@@ -15,7 +14,6 @@ from megatron.config.schema import (
     Checkpoint,
     Data,
     Launch,
-    Logging,
     Model,
     Optimizer,
     Parallel,
@@ -56,24 +54,17 @@ def check_together(sections: Mapping[str, Any], report: Report, *, trains: bool 
 
 
 def _model(model: Model) -> Faults:
-    heads = model.num_attention_heads
-    per_query = model.heads_per_query
+    heads, per_query = model.num_attention_heads, model.heads_per_query
     if heads % per_query:
         yield (
             f"heads_per_query: {per_query} does not divide num_attention_heads = {heads};"
             " give a number that does"
         )
     queries = max(1, heads // per_query)
-    kv_heads = min(model.num_key_value_heads or heads, queries)
-    if (model.num_key_value_heads or 0) > heads:
+    kv_heads = model.num_key_value_heads or heads
+    if kv_heads > heads or queries % min(kv_heads, queries):
         yield (
-            f"num_key_value_heads: {model.num_key_value_heads} is more than num_attention_heads ="
-            f" {heads}; give a number that divides it"
-        )
-    each = f" / heads_per_query = {queries}" if per_query > 1 else f" = {heads}"
-    if queries % kv_heads:
-        yield (
-            f"num_key_value_heads: {kv_heads} do not divide num_attention_heads{each};"
+            f"num_key_value_heads: {kv_heads} do not divide num_attention_heads = {heads};"
             " give a number that does"
         )
     rows, length = model.max_position_embeddings, model.seq_length
@@ -161,56 +152,38 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
                         "paper_precision: sums that ranks share would be rounded in another order"
                         " than one rank's; set it to false, or context_parallel_size to 1"
                     )
-    except UserError as fault:
+    except (UserError, RuntimeError) as fault:  # torch's is about a tensor that no memory holds
         yield str(fault)
-    except RuntimeError as fault:  # a tensor that no memory holds
-        reason = str(fault).splitlines()[0]
-        yield f"pos_emb: {name_of_layers(position)} cannot be built: {reason}"
 
 
 def _training(model: Model, data: Data, training: Training, parallel: Parallel) -> Faults:
-    whole = training.train_batch_size or 0
-    part = training.train_micro_batch_size_per_gpu * training.gradient_accumulation_steps
-    if whole % part:
-        yield (
-            f"train_batch_size: {whole} is not a multiple of train_micro_batch_size_per_gpu *"
-            f" gradient_accumulation_steps = {part}; give one"
-        )
     if training.torch_compile and parallel.zero_stage == 3:
         yield (
             "torch_compile: compiles again for every hook of ZeRO stage 3 until it gives up;"
             " use stage 2, or set false"
         )
     key, before = "seq_length_schedule", 0
-    for stage in training.seq_length_schedule:
+    schedule = training.seq_length_schedule
+    for stage in schedule:
         length = stage.seq_length or model.seq_length
         if model.seq_length % length:
             yield (
                 f"{key}: {length} does not divide seq_length = {model.seq_length}, whose windows"
                 " are cut into equal ones; give a length that does"
             )
-        if stage.until is None:
-            if stage is not training.seq_length_schedule[-1]:
-                yield f"{key}: a stage without until stands before another; give its last step"
-            elif length < model.seq_length:
-                yield (
-                    f"{key}: the last stage has windows of {length} tokens, so no step has"
-                    " seq_length; lower seq_length, or give until"
-                )
-        elif stage.until <= before:
-            yield (
-                f"{key}: a stage until step {stage.until} stands after one until {before}; give"
-                " rising steps"
-            )
+        if stage.until is None and (stage is not schedule[-1] or length < model.seq_length):
+            yield f"{key}: only a last stage with all of seq_length needs no until; give it"
+        elif stage.until is not None and stage.until <= before:
+            yield f"{key}: until {stage.until} comes after {before}; give rising steps"
         before = stage.until or before
     if 0 < training.train_iters <= before:
         yield (
-            f"{key}: lasts until step {before} of train_iters = {training.train_iters}, so no"
-            " step has seq_length; end it earlier"
+            f"{key}: lasts for all {training.train_iters} steps, so none has seq_length; end it"
+            " earlier"
         )
-    if training.seq_length_schedule and (data.data_path or "").startswith(TASK_PREFIX):
+    if schedule and (data.data_path or "").startswith(TASK_PREFIX):
         yield f"{key}: cuts windows, and a window of a task is one problem; drop it"
-    if training.seq_length_schedule and training.torch_compile:
+    if schedule and training.torch_compile:
         yield f"{key}: torch_compile compiles for one length; drop one of them"
 
 
@@ -220,39 +193,32 @@ def _stages(
     """Each stage is a configuration of its own, whose encoding the one before can become."""
     if not training.seq_length_schedule or any(_encoding(model, position, attention, parallel)):
         return  # what is wrong is reported already
-    entries = entries_of(position)
     with torch.random.fork_rng(devices=[]), Outline():
-        encodings = [build(entry.name, shape_of(model), **entry.options) for entry in entries]
+        encodings = [
+            build(entry.name, shape_of(model), **entry.options) for entry in entries_of(position)
+        ]
     for stage in training.seq_length_schedule:
         end = "the end" if stage.until is None else f"step {stage.until}"
         where, options = f"seq_length_schedule: the stage until {end}", stage.pos_emb_args
         changeable = {key for encoding in encodings for key in encoding.changeable(options)}
-        fixed = [f"pos_emb_args.{key}" for key in options.keys() - changeable]
-        for key in [*fixed, *(stage.model_extra or ())]:
+        for key in options.keys() - changeable:
             yield (
-                f"{where}: {key} cannot change within a run of {name_of_layers(position)};"
-                " seq_length, window, window_layers, logn_scale, and base and scaling of rotary can"
+                f"{where}: pos_emb_args.{key} cannot change within a run of"
+                f" {name_of_layers(position)}; base and scaling of rotary can"
             )
         new_position, new_attention = staged(position, attention, stage)
         for fault in _encoding(model, new_position, new_attention, parallel):
             yield f"{where}: {fault}"
-        if len({*map(str, entries_of(new_position))}) < len({*map(str, entries)}):
-            yield (
-                f"{where}: pos_emb_args gives different encodings of pos_emb_layers the same"
-                " options; leave out what they differ in"
-            )
 
 
 def _sharing(model: Model, data: Data, training: Training, parallel: Parallel) -> Faults:
     """An evaluation compiles nothing, exchanges by all_gather, and may have whole windows."""
     size, heads = parallel.context_parallel_size, model.num_attention_heads
-    lengths = [("seq_length", model.seq_length), ("seq_length_val", data.seq_length_val)]
-    for stage in training.seq_length_schedule:
-        lengths.append(("seq_length_schedule", stage.seq_length or model.seq_length))
-    for key, length in lengths:
+    stages = [stage.seq_length for stage in training.seq_length_schedule]
+    for length in {model.seq_length, data.seq_length_val, *stages} - {None}:
         if length % size:
             yield (
-                f"context_parallel_size: {size} ranks cannot share {key} = {length} equally; take a"
+                f"context_parallel_size: {size} ranks cannot share {length} tokens equally; take a"
                 " length that it divides"
             )
     if parallel.cp_comm_type == "a2a" and heads % size:
@@ -274,25 +240,15 @@ def _checkpoint(checkpoint: Checkpoint) -> Faults:
             f" {checkpoint.save_interval}; set save_interval to 2 or more"
         )
     if checkpoint.override_lr_scheduler and checkpoint.use_checkpoint_lr_scheduler:
-        yield (
-            "override_lr_scheduler: takes the schedule of this configuration, and"
-            " use_checkpoint_lr_scheduler that of the checkpoint; keep one of them"
-        )
+        yield contradiction("override_lr_scheduler", "use_checkpoint_lr_scheduler")
 
 
 def _optimizer(optimizer: Optimizer, precision: Precision, parallel: Parallel) -> Faults:
-    choice = optimizer.optimizer
-    is_muon = choice.type == "Muon"
     is_cut = precision.dtype != "fp32" or parallel.zero_stage > 0
-    if is_muon and is_cut:
+    if optimizer.optimizer.type == "Muon" and is_cut:
         yield (
             "optimizer.type: Muon turns whole matrices, and ZeRO, with which bf16 and fp16 run,"
             " cuts them; set zero_optimization.stage: 0 and precision: fp32, or type: Adam"
-        )
-    if not is_muon and choice.params.momentum != type(choice.params)().momentum:
-        yield (
-            f"optimizer.params.momentum: is Muon's, and optimizer.type is {choice.type}; drop"
-            " it, or give betas"
         )
     if optimizer.min_lr > optimizer.lr:
         yield (
@@ -315,17 +271,11 @@ def _optimizer(optimizer: Optimizer, precision: Precision, parallel: Parallel) -
 
 def _data(data: Data, training: Training) -> Faults:
     path, named = data.data_path, [key for key in CORPORA if getattr(data, key)]
-    if "," in (path or ""):
-        yield (
-            f"data_path: {path!r} names several files; give one prefix, or a blend of whole corpora"
-            f" as train_data_paths: [{path}]"
-        )
     if data.task_args and not (path or "").startswith(TASK_PREFIX):
         yield "task_args: belong to a task; give data_path=task:NAME beside them"
     if path and named:
         yield (
-            f"data_path: {path} beside {''.join(named[:1])}; one corpus whose parts split"
-            f" divides is data_path, whole corpora for each part are {', '.join(CORPORA)}; drop"
+            f"data_path: one corpus whose parts split divides; whole corpora are {named[0]}; drop"
             " one kind, such as with data_path=null"
         )
     for part in PARTS:
@@ -338,23 +288,16 @@ def _data(data: Data, training: Training) -> Faults:
             )
         if data.weight_by_num_documents and weights:
             yield contradiction("weight_by_num_documents", key)
-    if data.weight_by_num_documents and not data.train_data_paths:
-        yield "weight_by_num_documents: weighs the corpora of train_data_paths; give them"
     trained = {place_of(prefix) for prefix in data.train_data_paths}
     for key in ("data_path", *CORPORA):
-        places = set()
         for prefix in as_list(getattr(data, key)):
-            place = place_of(prefix)
             if prefix.endswith((".bin", ".idx")):
                 yield f"{key}: {prefix} is a file; give the prefix {prefix[:-4]}"
-            if place in places:
-                yield f"{key}: {prefix} stands there twice; give it once, with a larger weight"
-            if key in CORPORA[1:] and place in trained:
+            if key in CORPORA[1:] and place_of(prefix) in trained:
                 yield (
                     f"{key}: {prefix} is trained on too (train_data_paths), so a loss there says"
                     " nothing of new text; prepare text that is held out"
                 )
-            places.add(place)
     try:
         parse_split(data.split)
     except UserError as fault:
@@ -362,25 +305,8 @@ def _data(data: Data, training: Training) -> Faults:
 
 
 def _launch(launch: Launch) -> Faults:
-    counted = launch.num_gpus or launch.num_nodes
-    kinds = [bool(kind) for kind in (launch.include, launch.exclude, counted)]
-    if sum(kinds) > 1:
-        yield contradiction("include", "exclude", "num_gpus or num_nodes")
-    machines = launch.num_nodes or 1
-    if machines > 1 and not launch.hostfile:
-        yield (
-            f"num_nodes: {machines} machines need a hostfile with lines `host slots=8`; set"
-            " hostfile"
-        )
-
-
-def _logging(logging: Logging) -> Faults:
-    address = urlsplit(logging.wandb_host or "")
-    if address.username is not None or address.password is not None:
-        yield (
-            "wandb_host: holds a name or password, which every checkpoint would keep;"
-            " write the address alone, and give the key in WANDB_API_KEY"
-        )
+    if (launch.num_nodes or 1) > 1 and not launch.hostfile:
+        yield "num_nodes: several machines need a hostfile with lines `host slots=8`; set hostfile"
 
 
 CHECKS: tuple[Callable[..., Faults], ...] = (
@@ -393,7 +319,6 @@ CHECKS: tuple[Callable[..., Faults], ...] = (
     _optimizer,
     _data,
     _launch,
-    _logging,
 )
 """Each takes the sections that its parameters name."""
 

@@ -126,11 +126,8 @@ def _precision(settings: dict[str, Any], report: Report) -> None:
         chosen[f"precision: {word}"] = word
     for key in ("bf16", "fp16"):
         switch = settings.pop(key, {})
-        if isinstance(switch, bool):
-            switch = {"enabled": switch}
         if not isinstance(switch, dict):
-            report.fault(f"{key}: must be a mapping such as {{enabled: true}}, got {switch!r}")
-            continue
+            switch = {"enabled": switch}
         kind = str(switch.pop("type", ""))
         older = switch.pop(key, True if kind else None)  # fp16: {fp16: true}, {type: bfloat16}
         enabled = switch.pop("enabled", older)
@@ -138,8 +135,7 @@ def _precision(settings: dict[str, Any], report: Report) -> None:
         if switch and key == "fp16":
             settings[key] = switch
         elif switch:
-            for unread in switch:
-                report.fault(no_such_key(f"{key}.{unread}", SWITCHES))
+            report.fault(no_such_key(f"{key}.{next(iter(switch))}", SWITCHES))
         if meaning not in ("bf16", "fp16") or enabled not in (None, True, False):
             got = f"got enabled: {enabled}, type: {kind or 'none'}"
             report.fault(f"{key}: takes enabled: true or false, and type: fp16 or bfloat16, {got}")
@@ -207,8 +203,8 @@ def fold(merged: dict[str, Any], options: set[str], report: Report) -> None:
         )
     elif multiple is not None:
         report.fault(
-            f"mlp_multiple_of: {multiple} is read beside intermediate_size and a gated activation"
-            " alone; write the intermediate_size that it leads to, and drop it"
+            "mlp_multiple_of: needs intermediate_size and a gated activation; write the"
+            " intermediate_size that it leads to"
         )
 
     name = merged.get("pos_emb")

@@ -18,13 +18,7 @@ from megatron.config.legacy import (
     fold,
     translate,
 )
-from megatron.config.messages import (
-    MOST_LINES,
-    Report,
-    bad_configuration,
-    lines,
-    no_such_key,
-)
+from megatron.config.messages import Report, bad_configuration, lines, no_such_key
 from megatron.config.schema import KEYS, PATHS, SECTIONS, Position, all_keys, as_list, default_of
 from megatron.config.yaml_files import Nested, find_file, merge, read_file, read_overrides
 from megatron.errors import UserError, control_fault
@@ -44,11 +38,13 @@ COMMAND_LINE = "command line"
 DATA_PATHS = ("data_path", *CORPORA)
 USER_FILE = "pos_emb_file"
 SETTINGS = {*AFTER_MERGE, *(key.name for key in all_keys())}
-INSTEAD = {
-    "pos_emb_layers": ("pos_emb", "pos_emb_args"),
-    "window_layers": ("window",),
+REPLACED = {
+    "pos_emb": ["pos_emb_layers"],
+    "pos_emb_layers": ["pos_emb", "pos_emb_args"],
+    "window": ["window_layers"],
+    "window_layers": ["window"],
 }
-"""Keys that a later source gives in place of others; the first of these replaces them, too."""
+"""What a key replaces of earlier sources."""
 Source = tuple[str, dict[str, Any]]  # the name of a file or COMMAND_LINE, and what it sets
 
 
@@ -72,42 +68,30 @@ def load(
             except UserError as fault:
                 report.fault(f"{key}: {fault}")
 
-    code = None
-    try:  # first of all: what the user's file registers may be what pos_emb names
-        code = _run_user_file(sources)
-    except UserError as fault:
-        report.fault(str(fault))
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
     patterns = [settings["layers"] for _, settings in sources if "layers" in settings]
-    options: set[str] = set()
-    try:  # what the kinds of layers take are keys as well
-        kinds = as_list(patterns[-1] if patterns else None)
-        options = options_of_layers(map(str, kinds))
+    try:
+        # What the user's file registers may be what pos_emb names, and what the kinds of layers
+        # take are keys as well: without them nothing else can be checked.
+        code = _run_user_file(sources)
+        options = options_of_layers(map(str, as_list(patterns[-1] if patterns else None)))
     except UserError as fault:
         report.fault(str(fault))
-        kinds = None
+        raise bad_configuration(names, report.faults) from None
     for name, settings in sources:
         later = translate(settings, report)
         arguments = {key: later.pop(key) for key in options & later.keys()}
         if arguments:
             later["layer_args"] = {**(later.get("layer_args") or {}), **arguments}
         encoding = merged.get("pos_emb")
-        changed = later.get("pos_emb", encoding) != encoding
-        if encoding is not None and changed and merged.pop("pos_emb_args", None):
-            report.note(
-                f"pos_emb_args of {encoding} are dropped, because a later source sets pos_emb:"
-                f" {later['pos_emb']}"
-            )
-        for key, replaced in INSTEAD.items():
-            winner, losers = "", ()
-            if later.get(key):
-                winner, losers = key, replaced
-            elif replaced[0] in later and key not in later:
-                winner, losers = replaced[0], (key,)
-            dropped = [loser for loser in losers if merged.pop(loser, None)]
-            if dropped:
-                report.note(f"{', '.join(dropped)}: dropped, because a later source sets {winner}")
+        replaced = [key for winner in REPLACED.keys() & later.keys() for key in REPLACED[winner]]
+        replaced = [key for key in replaced if key not in later]
+        if encoding is not None and later.get("pos_emb", encoding) != encoding:
+            replaced.append("pos_emb_args")  # they are those of the earlier encoding
+        for key in replaced:
+            if value := merged.pop(key, None):
+                report.note(f"{key}: {value} is dropped, because {name} replaces it")
         merged = merge(merged, Nested(later))
         origins |= {AFTER_MERGE.get(key, key): name for key in _settings(later)}
     complete_recipe([settings for _, settings in sources], merged, report)
@@ -123,19 +107,13 @@ def load(
     }
     chosen = {key.partition(".")[0] for key, name in origins.items() if name not in saved}
 
-    if merged.get("train_data_paths") and "split" in chosen:
-        report.no_effect("split", "corpora of train_data_paths are whole")
-    if str(merged.get("data_path")).startswith(TASK_PREFIX) and "split" in chosen:
-        report.no_effect("split", "a task holds out problems itself")
+    is_task = str(merged.get("data_path")).startswith(TASK_PREFIX)
+    if "split" in chosen and (is_task or merged.get("train_data_paths")):
+        report.no_effect("split", "it divides one corpus, no task and no train_data_paths")
     for key, value in merged.items():
         if fault := control_fault(value):
             report.fault(f"{key}: {fault}")
     sections = _sections(merged, report)
-    if code is None and merged.get(USER_FILE) and not is_registered:
-        # The user's file has a fault, which is reported. What it would register is unknown.
-        sections.pop("position", None)
-    if kinds is None:
-        sections.pop("model", None)
     check_together(sections, report, trains=trains)
     if report.faults:
         raise bad_configuration(names, report.faults)
@@ -205,9 +183,8 @@ def _run_user_file(sources: Sequence[Source]) -> str | None:
         ) from None
     if syntax_fingerprint(text) in FILES:
         return text
-    other = f", and {', '.join(FILES.values())} has other code" if FILES else ""
     raise UserError(
-        f"{USER_FILE}: {copy} defines this checkpoint's encoding{other}; code that lies in a"
+        f"{USER_FILE}: {copy} defines this checkpoint's encoding; code that lies in a"
         f" checkpoint is not run unasked: read it, then write {USER_FILE}={copy} on the command"
         f" line (to a tool --from {copy}), or name your own file with the same code"
     )
@@ -229,8 +206,9 @@ def _sections(merged: dict[str, Any], report: Report) -> dict[str, Any]:
     """The sections that have no fault in themselves; the faults of the others are reported."""
     incomplete = bool(report.faults)  # if a source could not be read, its keys are not missing
     names = [*KEYS, *(key.name for key in all_keys()), *NAMES, *SWITCHES]
-    for key in [key for key in merged if key not in KEYS][:MOST_LINES]:
-        report.fault(no_such_key(key, names))
+    for key in merged:
+        if key not in KEYS:
+            report.fault(no_such_key(key, names))
     # A follower is wrong only because its leader is.
     followers = set()
     for key in all_keys():

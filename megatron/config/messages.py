@@ -1,5 +1,6 @@
 """Faults and notes of a configuration, in words that say what to write instead."""
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -34,10 +35,6 @@ EXPECTED = {  # pydantic's kind of error -> what the key takes
     "too_short": "a list of at least {min_length}",
     "too_long": "a list of at most {max_length}",
 }
-BRANCHES = {"str", "bool"}  # pydantic's labels of a union's branches, with those that have a [
-LONGEST_VALUE = 80  # characters of a value or a word that a message repeats
-LONGEST_LINE = 1500  # characters of one fault: several long paths fit
-MOST_LINES = 25  # faults in one message
 
 
 class Report:
@@ -48,10 +45,10 @@ class Report:
         self.notes: dict[str, None] = {}
 
     def fault(self, text: str) -> None:
-        self.faults[shortened(text, LONGEST_LINE)] = None
+        self.faults[text] = None
 
     def note(self, text: str) -> None:
-        self.notes[shortened(text, LONGEST_LINE)] = None
+        self.notes[text] = None
 
     def no_effect(self, key: str, why: str) -> None:
         self.note(f"{key}: accepted, has no effect here: {why}")
@@ -59,12 +56,8 @@ class Report:
 
 def bad_configuration(sources: Sequence[str], faults: Iterable[str]) -> UserError:
     """One error for all faults, under the sources they come from."""
-    names = shortened(", ".join(sources), LONGEST_LINE)
-    lines = [f"bad configuration ({names or 'nothing given'})", *faults]
-    left_out = len(lines) - 1 - MOST_LINES
-    if left_out > 0:
-        lines[1 + MOST_LINES :] = [f"and {left_out} more"]
-    return UserError("\n  ".join(lines))
+    names = ", ".join(sources) or "nothing given"
+    return UserError("\n  ".join([f"bad configuration ({names})", *faults]))
 
 
 def contradiction(*settings: str) -> str:
@@ -72,20 +65,12 @@ def contradiction(*settings: str) -> str:
     return f"{' and '.join(settings)} contradict each other; keep one of them"
 
 
-def shortened(text: str, most: int = LONGEST_VALUE) -> str:
-    """A text that a message can repeat: printable, on one line, and cut in its middle."""
-    if len(text) > most:
-        half = (most - 1) // 2
-        text = f"{text[:half]}…{text[-half:]}"
-    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
-
-
 def no_such_key(key: str, names: Sequence[str]) -> str:
     """The line about a key that does not exist; names: of those that do."""
     nested = [name for name in names if name.endswith(f".{key}")]
-    match = nested[0] if nested else closest(key[:LONGEST_VALUE], names)
+    match = nested[0] if nested else closest(key[:80], names)
     hint = f"did you mean {match}?" if match else "configs/README.md lists all keys"
-    return f"{shortened(key)}: no such key; {hint}"
+    return f"{key:.80}: no such key; {hint}"
 
 
 def lines(error: ValidationError, names: Sequence[str]) -> list[tuple[str, str, str]]:
@@ -97,8 +82,8 @@ def lines(error: ValidationError, names: Sequence[str]) -> list[tuple[str, str, 
     by_key: dict[str, list[Any]] = {}
     for detail in error.errors(include_url=False):
         # Without places in a list, and without a union's branches, such as bool or literal['a'].
-        parts = [part for part in detail["loc"] if isinstance(part, str) and "[" not in part]
-        parts = [part for part in parts if part not in BRANCHES]
+        words = [str(part) for part in detail["loc"]]
+        parts = [word for word in words if not re.search(r"\[|^(str|bool|\d+)$", word)]
         by_key.setdefault(".".join(parts), []).append(detail)
     faults = []
     for key, details in by_key.items():
@@ -114,8 +99,8 @@ def lines(error: ValidationError, names: Sequence[str]) -> list[tuple[str, str, 
                 text = text.format(detail["msg"], **detail.get("ctx", {}))
                 expected[text.replace("'", "")] = None
             words = {"None": "nothing", "True": "true", "False": "false"}
-            shown = shortened(words.get(repr(value), repr(value)))
-            line = f"{key}: must be {' or '.join(expected)}, got {shown}"
+            shown = words.get(repr(value), repr(value))
+            line = f"{key}: must be {' or '.join(expected)}, got {shown:.80}"
             if key in WHY:
                 line += f"; {WHY[key]}"
         faults.append((key.split(".")[0], kind, line))

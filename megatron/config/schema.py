@@ -324,9 +324,6 @@ class Stage(Section):
     """A part of a run, and what it changes of the configuration. [128, 200] is {seq_length: 128,
     until: 200}."""
 
-    # Other keys get a message of their own (cross_checks.py).
-    model_config = ConfigDict(extra="allow")
-
     until: Positive | None = None
     """Its last step; only the last stage may leave it out."""
     seq_length: Positive | None = None

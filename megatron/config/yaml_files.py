@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.config.messages import shortened
 from megatron.config.schema import KEYS, SECTIONS
 from megatron.errors import closest, in_words
 from megatron.files import read_small
@@ -55,7 +54,7 @@ def read_file(path: Path) -> dict[str, Any]:
     except ValueError as fault:
         raise ValueError(f"{path}: {fault}") from None
     if not isinstance(value, dict | None):
-        raise ValueError(f"{path}: holds no `key: value` lines, but {shortened(repr(value))}")
+        raise ValueError(f"{path}: holds no `key: value` lines, but {value!r:.80}")
     return value or {}
 
 
@@ -68,7 +67,7 @@ def read_overrides(words: Sequence[str], add_fault: Callable[[str], None]) -> di
     for word in words:
         match = OVERRIDE.fullmatch(word)
         if match is None:
-            add_fault(f"{shortened(word)}: is neither a file nor key=value")
+            add_fault(f"{word:.80}: is neither a file nor key=value")
             continue
         *parents, key = match[1].replace("-", "_").split(".")
         text = match[2]
@@ -80,7 +79,7 @@ def read_overrides(words: Sequence[str], add_fault: Callable[[str], None]) -> di
         try:
             value = parse(text)
         except ValueError as fault:
-            add_fault(f"{shortened(word)}: {fault}")
+            add_fault(f"{word:.80}: {fault}")
             continue
         inner = settings
         for part in parents:

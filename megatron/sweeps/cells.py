@@ -127,9 +127,7 @@ def load_sweep(
 
     for label in form.evaluate:
         if not re.fullmatch(r"[\w.+-]{1,100}", label):
-            raise UserError(
-                f"{file}: evaluate: {label!r} names a file - use letters, digits and _ . + -"
-            )
+            raise UserError(f"{file}: evaluate: {label!r} names a file - use letters and digits")
     evaluations = {label: dict(options or {}) for label, options in form.evaluate.items()}
     chosen = {label: options.pop("only", {}) for label, options in evaluations.items()}
     rules = [("exclude", rule) for rule in form.exclude]
@@ -138,15 +136,16 @@ def load_sweep(
         axis, _, text = word.partition("=")
         by_name = {str(value): value for value in form.grid.get(axis, ())}
         rules.append(("--only", {axis: [by_name.get(name, name) for name in text.split(",")]}))
-    axes = [f"{axis} = {', '.join(map(str, values))}" for axis, values in form.grid.items()]
     for place, rule in rules:
         for axis, values in rule.items():
             choices = form.grid.get(axis, ())
             for value in _several(values):
                 if value not in choices:
+                    choices = (
+                        ", ".join(map(str, choices)) or f"no axis; take {', '.join(form.grid)}"
+                    )
                     raise UserError(
-                        f"{file}: {place}: no cell has {axis}: {value} - its axes are"
-                        f" {'; '.join(axes)}"
+                        f"{file}: {place}: no cell has {axis}: {value} - it has {choices}"
                     )
 
     # The first axis changes fastest: a sweep that is cut short is then whole in the first values
@@ -163,8 +162,8 @@ def load_sweep(
     names = {_name(point) for point in points}
     if len(names) < len(points):
         raise UserError(
-            f"{file}: {len(points)} cells have {len(names)} names, which name their folders -"
-            " give every value once, and names of their own of letters and digits"
+            f"{file}: grid: cells share names, which name their folders - give every value once,"
+            " with letters and digits"
         )
 
     home = Path(folder) if folder else Path("runs/sweeps") / file.stem
@@ -203,10 +202,7 @@ def find_sweep(name: str | Path) -> Path:
     """
     with contextlib.suppress(ValueError):
         return find_file(name)
-    try:
-        return find_file(SHIPPED / Path(name).name.replace("-", "_"))
-    except ValueError as fault:
-        raise ValueError(f"{name} is no file here, and {fault}") from None
+    return find_file(SHIPPED / Path(name).name.replace("-", "_"))
 
 
 def _cell(
@@ -243,6 +239,7 @@ def _cell(
     calls = []
     for label, options in evaluations.items():
         # What evaluate.py would refuse is refused here, before anything is trained.
+        option_words = _words(options)
         keys = {key: value for key, value in options.items() if key in KEYS}
         rest = {key: value for key, value in options.items() if key not in KEYS}
         try:
@@ -260,9 +257,9 @@ def _cell(
         except UserError as fault:
             raise UserError(f"evaluate.{label}: {fault}") from None
         shaping = [measured.eval_lengths, measured.eval_tokens, measured.eval_part]
-        text = json.dumps([config.hash, _words(options), *shaping])
+        text = json.dumps([config.hash, option_words, *shaping])
         name = f"{label}-{fingerprint(text)[:6]}"
-        calls.append(EvaluationCall(name, tuple(_words(options)), options))
+        calls.append(EvaluationCall(name, tuple(option_words), options))
     return Cell(_name(values), values, folder, config, tuple(calls))
 
 
@@ -292,8 +289,7 @@ class State:
         trained     evaluations are missing, and nobody works on it
         done        the last checkpoint and all evaluations
         failed      the last attempt; `note` is its last line
-        foreign     the folder holds a run of another configuration
-        damaged     a file in the folder cannot be read; `note` names it
+        damaged     the folder holds another run or a file that cannot be read; `note` names it
     step: of the last checkpoint, 0 for none
     missing: evaluations without rows
     """
@@ -321,8 +317,8 @@ def state_of(cell: Cell) -> State:
         if step:
             trained = read_record(find(cell.folder, step))["config_hash"]
             if trained != cell.config.hash:
-                note = f"{cell.folder} holds a run of configuration {trained},"
-                return State("foreign", step, note=f"{note} not {cell.config.hash}")
+                note = f"{cell.folder} holds a run of configuration {trained}"
+                return State("damaged", step, note=f"{note}, not {cell.config.hash}")
         trained_well = is_trained(cell, step)
         missing = cell.evaluations
         if trained_well:
@@ -346,8 +342,9 @@ def state_of(cell: Cell) -> State:
 def described(cell: Cell, state: State) -> str:
     """A state in words: `stopped at step 200 of 1000`."""
     if state.kind in ("trained", "evaluating"):
-        count = f"{len(state.missing)} of {len(cell.evaluations)}"
-        return f"{state.kind}, {count} evaluations are missing"
+        return (
+            f"{state.kind}, {len(state.missing)} of {len(cell.evaluations)} evaluations are missing"
+        )
     text = state.kind
     if state.kind not in ("waiting", "done", "damaged"):
         text += f" at step {state.step} of {cell.steps}"
@@ -378,6 +375,25 @@ def finished_rows(sweep: Sweep) -> list[Row]:
     return rows
 
 
+def collect(sweep: Sweep) -> list[Row]:
+    """Write results.jsonl and return its rows; without rows nothing is written.
+
+    Rows that `extrapolation_interval` wrote go into training.jsonl, with `sweep` and `cell`.
+    """
+    rows = finished_rows(sweep)
+    if rows:
+        write_lines(sweep.results, rows)
+    within: list[Row] = []
+    for cell in sweep.cells:
+        for path in sorted((cell.folder / "evaluation").glob("*-global_step*.jsonl")):
+            for row in existing_results(path):
+                if row["config_hash"] == cell.config.hash:
+                    within.append(with_facts(row, {"sweep": sweep.name, "cell": cell.values}))
+    if within:
+        write_lines(sweep.folder / "training.jsonl", within)
+    return rows
+
+
 def seconds_per_step(cell: Cell) -> float | None:
     """Median over the log lines of a run, or None if there are none that can be read.
 
@@ -390,34 +406,3 @@ def seconds_per_step(cell: Cell) -> float | None:
             if record.get("kind") == "train" and value:
                 seconds.append(value)
     return statistics.median(seconds[1:]) if len(seconds) > 1 else None
-
-
-def rows_within_trainings(sweep: Sweep) -> list[Row]:
-    """Rows that `extrapolation_interval` wrote, each with `sweep` and `cell`."""
-    rows: list[Row] = []
-    for cell in sweep.cells:
-        facts = {"sweep": sweep.name, "cell": cell.values}
-        for path in sorted((cell.folder / "evaluation").glob("*-global_step*.jsonl")):
-            for row in existing_results(path):
-                if row["config_hash"] == cell.config.hash:
-                    rows.append(with_facts(row, facts))
-    return rows
-
-
-def collect(sweep: Sweep) -> list[Row]:
-    """Write results.jsonl and return its rows; without rows nothing is written.
-
-    Rows within trainings go into training.jsonl.
-    Raises UserError if the rows of another sweep would be lost.
-    """
-    rows = finished_rows(sweep)
-    if rows:
-        write_lines(sweep.results, rows)
-    elif sweep.results.exists() and sweep.results.stat().st_size:
-        raise UserError(
-            f"{sweep.results}: holds rows, and {sweep.path} has none here - another sweep's, or "
-            "brought from elsewhere; move it away, or give another --folder"
-        )
-    if within := rows_within_trainings(sweep):
-        write_lines(sweep.folder / "training.jsonl", within)
-    return rows

@@ -2,12 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 from megatron.config import Config
 from megatron.config.schema import as_list
-from megatron.errors import UserError
 from megatron.model import Architecture, size
 from megatron.protocols import Request, protocol_of, usual_protocol
 from megatron.results.row import ATTENTION_INPUTS
@@ -28,18 +26,6 @@ DEVICES = {
     "rtx3090": "GeForce RTX 3090",
     "rtx4090": "GeForce RTX 4090",
 }
-
-
-@dataclass(frozen=True)
-class Device:
-    """Where a plan would run.
-
-    flops_per_second: of large matrix products; basis: where that number comes from
-    """
-
-    name: str
-    flops_per_second: float
-    basis: str
 
 
 def cost(sweep: Sweep, states: Sequence[State]) -> tuple[int, float]:
@@ -86,14 +72,8 @@ def evaluation_flops(options: Mapping[str, Any], config: Config, vocab: int) -> 
     return total
 
 
-def named_device(name: str, precision: str, *, option: str = "--device") -> Device:
-    """A device by its name in DEVICES, as fast as its data sheet says.
-
-    option: what the user calls it. Raises UserError for another name.
-    """
-    if name not in DEVICES:
-        raise UserError(f"{option}: {name} is not known - use one of {', '.join(DEVICES)}")
+def peak_tflops(device: str, precision: str) -> float:
+    """TFLOP/s of large matrix products by the data sheet of a device in DEVICES."""
     # A V100 has no bf16: what it would run in its place is fp16.
-    kind = precision if peak_of(DEVICES[name], precision) else "fp16"
-    peak = cast(float, peak_of(DEVICES[name], kind))
-    return Device(name, peak * 1e12, f"its data sheet's {kind} peak")
+    peak = peak_of(DEVICES[device], precision) or peak_of(DEVICES[device], "fp16")
+    return cast(float, peak)

@@ -1,7 +1,6 @@
 """Do what is missing of a sweep, one process per device."""
 
 import contextlib
-import errno
 import os
 import queue
 import signal
@@ -54,14 +53,12 @@ class Runner:
     patience: seconds in which the owner of a cell may end
     starter: the command that starts a script in several processes
     stopping: the first signal that has come, 0 for none
-    disk_full: whether a cell failed for that: then no other is begun
     """
 
     say: Callable[[str], None]
     patience: float = 0.2
     starter: tuple[str, ...] = ()
     stopping: int = 0
-    disk_full: bool = False
 
     def work(self, cell: Cell, place: dict[str, str]) -> None:
         """Train a cell and evaluate it, as far as that is missing.
@@ -69,7 +66,7 @@ class Runner:
         The scripts end with this process, however it ends. The thread that calls must live as long.
         place: variables for the environment of the scripts
         """
-        if self.stopping or self.disk_full:
+        if self.stopping:
             return
         try:
             cell.folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +74,7 @@ class Runner:
                 state = state_of(cell)
                 if state.kind == "done":
                     return
-                if state.kind in ("foreign", "damaged"):
+                if state.kind == "damaged":
                     raise UserError(f"{state.note} - move it away, or give another --folder")
                 (cell.folder / "failure.txt").unlink(missing_ok=True)
                 settings = cell.folder / "cell.yml"
@@ -102,22 +99,17 @@ class Runner:
             self._tell(f"{cell.name}: another process is at work on it")
         except (UserError, OSError) as fault:
             # A damaged file, a script that failed, a full disk: the caller goes on.
-            self.disk_full |= os.strerror(errno.ENOSPC) in str(fault)
             with contextlib.suppress(OSError):  # a full disk; the next line says it
                 write_text(cell.folder / "failure.txt", f"{fault}\n")
-            log = cell.folder / "sweep.log"
-            self._tell(f"{cell.name}: failed: {fault} (all of it: {log})")
+            self._tell(f"{cell.name}: failed: {fault} (all of it: {cell.folder / 'sweep.log'})")
 
     def _ended_well(self, cell: Cell, words: list[str], place: dict[str, str]) -> bool:
         """Run one of our scripts; False if it was stopped. Raises UserError if it failed."""
         if self.stopping:
             return False
-        device = place.get("CUDA_VISIBLE_DEVICES")
-        where = "" if device is None else f" on device {device}"
-        self._tell(f"{cell.name}: {words[0]}{where}")
+        self._tell(f"{cell.name}: {words[0]}")
         log = cell.folder / "sweep.log"
         script = [*self.starter, sys.executable, str(ROOT / words[0]), *words[1:]]
-        command = die_with_parent(script)
         environment = {**os.environ, **place}
         if not self.starter:
             environment = environments(environment, 1, free_port())[0]
@@ -125,7 +117,7 @@ class Runner:
             start = output.tell()
             # In a group of its own: what a terminal signals, it gets once, from here.
             process = subprocess.Popen(
-                command,
+                die_with_parent(script),
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -146,10 +138,7 @@ class Runner:
             text = log.read_bytes()[start:].decode(errors="replace")
             lines = [line.strip() for line in text.splitlines() if line.strip()]
             lines = [line for line in lines if not line.startswith(("srun: ", "slurmstepd"))]
-            reason = lines[-1] if lines else f"{words[0]} ended with status {status}"
-            if status < 0:
-                reason = f"killed by {signal.Signals(-status).name}; {reason}"
-            raise UserError(reason)
+            raise UserError(f"{words[0]} ended with {status}: {' '.join(lines[-1:])}")
         return status == 0
 
     def run(self, cells: Sequence[Cell], places: Sequence[dict[str, str]]) -> None:

@@ -1,6 +1,5 @@
 """The text of a training: its vocabulary, and the batches of each step."""
 
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -17,7 +16,6 @@ from megatron.model import padded_vocab
 from megatron.parallel.grid import Grid
 
 VOCAB = 50257  # GPT-2's
-WAIT_FOR_REPORT = 1.0  # seconds
 
 
 def open_text(config: Config) -> tuple[dict[str, Part], dict[str, Any]]:
@@ -33,22 +31,20 @@ def open_text(config: Config) -> tuple[dict[str, Part], dict[str, Any]]:
     parts = open_parts(config.data, names)
     files = [tokens for part in parts.values() for tokens in part.files]
     data = config.data
-    descriptions = []
-    for tokens in files:
-        if data.vocab_file or not needs_files(data.tokenizer_type):
-            built = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
+    tokenizer, built = files[0].meta.get("tokenizer"), None
+    if data.vocab_file or not needs_files(data.tokenizer_type):
+        built = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
+        tokenizer = description(built)
+        for tokens in files:
             tokens.check_tokenizer(built)
-            descriptions.append(description(built))
-            continue
-        if "tokenizer" not in tokens.meta:
-            raise UserError(
-                f"vocab_file: not set, and no sidecar {tokens.prefix}.json names the tokenizer -"
-                " set tokenizer_type, vocab_file and merge_file to what wrote the data"
-            )
-        descriptions.append(tokens.meta["tokenizer"])
-    tokenizer = descriptions[0]
-    for tokens, other in zip(files, descriptions, strict=True):
-        if other.get("hash") != tokenizer.get("hash"):
+    if tokenizer is None:
+        raise UserError(
+            f"vocab_file: not set, and no sidecar {files[0].prefix}.json names the tokenizer -"
+            " set tokenizer_type, vocab_file and merge_file to what wrote the data"
+        )
+    for tokens in files:
+        other = tokens.meta.get("tokenizer", tokenizer)
+        if built is None and other.get("hash") != tokenizer.get("hash"):
             raise UserError(
                 f"{tokens.prefix}: was written by another tokenizer than {files[0].prefix}"
                 " - prepare all corpora of a run with one"
@@ -59,12 +55,11 @@ def open_text(config: Config) -> tuple[dict[str, Part], dict[str, Any]]:
     vocab = padded_vocab(tokenizer["vocab_size"], config.model.make_vocab_size_divisible_by)
     facts: dict[str, Any] = {"vocab": vocab, "tokenizer": tokenizer}
     train = parts["train"]
-    corpora = [corpus for part in parts.values() for corpus in part.facts()]
     facts["corpus"] = train.files[0].meta.get("corpus")
     if train.weights:
         names = [f"{corpus['corpus']} {corpus['weight']:.3g}" for corpus in train.facts()]
         facts["corpus"] = ", ".join(names)
-    facts["corpora"] = corpora
+    facts["corpora"] = [corpus for part in parts.values() for corpus in part.facts()]
     return parts, facts
 
 
@@ -117,7 +112,7 @@ class Batches:
     def record(self) -> dict[str, int]:
         """Entries of checkpoint.json."""
         windows = {"windows": self.used, "windows_per_step": self.per_step}
-        return windows | {"planned": self.planned}
+        return {**windows, "planned": self.planned}
 
     def next_step(self, length: int) -> list[Tensor]:
         """The next step's batches of this rank: [micro_batch, seq_length + 1] each.
@@ -126,12 +121,7 @@ class Batches:
         of the next, so inputs and targets stay. [micro_batch * seq_length / length, length + 1]
         """
         accumulated = self.config.training.gradient_accumulation_steps
-        try:
-            micro_batches = [next(self.train_windows) for _ in range(accumulated)]
-        except (OSError, EOFError):
-            # The connection to a worker breaks a moment before torch reports which one was lost.
-            time.sleep(WAIT_FOR_REPORT)
-            raise
+        micro_batches = [next(self.train_windows) for _ in range(accumulated)]
         self.used += self.per_step
         if length == self.config.model.seq_length:
             return micro_batches

@@ -36,9 +36,6 @@ def save(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> Path:
     written. Then nothing of this step is left, and earlier checkpoints stay.
     """
     step, grid = trainer.step, trainer.grid
-    steps = steps_in(folder)
-    earlier = f"{folder_of(folder, steps[-1])} stays" if steps else "there is no earlier checkpoint"
-
     weights = full_weights(trainer, keep=grid.first)
     optimizer = full_state(trainer, keep=grid.first)
     with shared_faults(grid):
@@ -47,13 +44,10 @@ def save(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> Path:
             if names:
                 raise UserError(
                     f"save: not finite after step {step}: {', '.join(names[:SHOWN])} - nothing was"
-                    f" saved, {earlier}; {CURE}"
+                    f" saved, earlier checkpoints stay; {CURE}"
                 )
             remove_unfinished(folder)
-            try:
-                write_checkpoint(folder, step, weights, trainer.config, facts, optimizer)
-            except UserError as fault:
-                raise UserError(f"save: {fault}; {earlier}") from None
+            write_checkpoint(folder, step, weights, trainer.config, facts, optimizer)
     return folder_of(folder, step)
 
 
@@ -96,9 +90,8 @@ def full_state(trainer: Trainer, *, keep: bool = True) -> dict[str, Tensor]:
     from deepspeed.utils import safe_get_full_optimizer_state
 
     engine, optimizer = trainer.engine, trainer.optimizer
-    # Torch counts in the state, apex in the groups.
-    counters = [*optimizer.state.values(), *optimizer.param_groups]
-    step = max((float(counter["step"]) for counter in counters if "step" in counter), default=0.0)
+    counts = [float(values["step"]) for values in optimizer.state.values() if "step" in values]
+    step = max(counts, default=0.0)
     state = {"step": torch.tensor(step)}
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     if scaler is not None and scaler.dynamic:

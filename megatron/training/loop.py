@@ -21,7 +21,7 @@ from megatron.checkpoints.saved import remove_unfinished, with_parent
 from megatron.config import Config
 from megatron.config.schema import Stage, plain
 from megatron.data.parts import Part
-from megatron.errors import UserError, in_words
+from megatron.errors import UserError
 from megatron.folder_lock import owned_folder
 from megatron.model import AttentionSettings, from_config
 from megatron.parallel.context import context_of
@@ -30,15 +30,20 @@ from megatron.parallel.threads import count_parameters, use_threads
 from megatron.training import checkpoint
 from megatron.training.batches import Batches, length_of_step, open_text
 from megatron.training.checkpoint import full_weights
-from megatron.training.metrics import TrainingLog, lacks_validation, peak_memory
+from megatron.training.metrics import TrainingLog, peak_memory
 from megatron.training.resume import resume
-from megatron.training.start import Start, match_weights, starting_point, with_schedule
+from megatron.training.start import (
+    Start,
+    give_parent,
+    match_weights,
+    starting_point,
+    with_schedule,
+)
 from megatron.training.stop import Stop
 from megatron.training.trainer import StepResult, Trainer
 
 logger = logging.getLogger(__name__)
 
-LOST_WORKER = "DataLoader worker"  # how torch's message about a lost process begins
 TRACED = 3  # the step of a start that `profile` records; torch prepares itself in the first
 
 
@@ -53,7 +58,7 @@ def train(config: Config, grid: Grid) -> Path | None:
         raise UserError("precision: fp16 needs a CUDA device - use bf16 or fp32 on the CPU")
     save_to = config.checkpoint.save
     owned = owned_folder(Path(save_to), "save") if save_to else contextlib.nullcontext()
-    with owned_by_first(grid, owned), _lost_workers():
+    with owned_by_first(grid, owned):
         # Open: the text, the checkpoint that the run goes on from, the engine, the logs.
         if save_to and grid.first:
             remove_unfinished(Path(save_to))
@@ -66,17 +71,13 @@ def train(config: Config, grid: Grid) -> Path | None:
         config = with_schedule(config, start)
         steps = config.training.train_iters
         saved = start.before.path if start.before else None
-        unvalidated = False
-        if saved and save_to and saved.parent.resolve() == Path(save_to).resolve():
-            # What a kill or a stop left unmeasured at this step.
-            if is_due(start.step, config.evaluation.extrapolation_interval, steps):
-                from megatron.evaluation.evaluate_checkpoint import evaluate, options_of_training
+        is_ours = saved and save_to and saved.parent.resolve() == Path(save_to).resolve()
+        if is_ours and is_due(start.step, config.evaluation.extrapolation_interval, steps):
+            # Rows that a kill or a stop left unmeasured at this step.
+            from megatron.evaluation.evaluate_checkpoint import evaluate, options_of_training
 
-                evaluate(config, replace(options_of_training(config), checkpoint=str(saved)))
-            if is_due(start.step, config.training.validation_interval, steps):
-                log = Path(config.logging.log_dir or save_to)
-                unvalidated = grid.gather(lacks_validation(log, start.step))[0]
-        if start.step >= steps and not unvalidated:
+            evaluate(config, replace(options_of_training(config), checkpoint=str(saved)))
+        if start.step >= steps:
             logger.info("step %d of %d: nothing left to train", start.step, steps)
             return saved
         run = Run(config, grid, parts, facts, start)
@@ -85,9 +86,6 @@ def train(config: Config, grid: Grid) -> Path | None:
         with contextlib.closing(run.log), stop:
             if start.before is None and checkpoint.is_saved(0, config.checkpoint):
                 saved = run.save()
-            if unvalidated:
-                run.enter_stage(start.step)
-                run.validate()
             peak_memory(grid.device)  # so that the first line's peak leaves out the engine's start
 
             for step in range(start.step + 1, steps + 1):
@@ -103,7 +101,7 @@ def train(config: Config, grid: Grid) -> Path | None:
                 last = stops or step == steps
                 logs = last or step % config.logging.log_interval == 0
                 saves = last or checkpoint.is_saved(step, config.checkpoint)
-                validates = not stops and is_due(step, config.training.validation_interval, steps)
+                validates = is_due(step, config.training.validation_interval, steps)
 
                 if logs or validates or saves:
                     losses.check()
@@ -111,9 +109,9 @@ def train(config: Config, grid: Grid) -> Path | None:
                     tokens = run.batches.used * config.model.seq_length
                     run.log.step(trainer, result, losses.take_mean(), {"tokens": tokens})
                 if validates:
-                    # Before the checkpoint: after a validation that is not finite none is written.
+                    # Before the checkpoint: a resumed run lacks no validation, and after one that
+                    # is not finite no checkpoint is written.
                     run.validate()
-                    stops = stop.reason is not None
                 if saves or stops:
                     saved = run.save()
                 if not stops:
@@ -170,7 +168,9 @@ class Run:
             self.batches.validation()
         count, in_encoding = count_parameters(model), count_parameters(model.positions)
         use_threads(count, grid.device, before=record.get("threads"))
-        parent_weights = match_weights(start, model)
+        sources = {}
+        if start.parent is not None:
+            sources = match_weights(start.parent, model, start.parent_model)
         self.trainer = trainer = Trainer(config, model, grid)
         logger.info(
             f"{config.label}: {count:,} parameters, {in_encoding:,} of them in the encoding;"
@@ -180,8 +180,8 @@ class Run:
             f"{grid.ranks} rank(s) on {grid.device.type}, {config.precision.dtype},"
             f" attention {trainer.model.attention_choice}"
         )
-        if parent_weights is not None:
-            parent_weights.load(trainer)
+        if start.parent is not None:
+            give_parent(trainer, start.parent, sources)
         if start.before is not None:
             resume(trainer, start.before.path, start.before.record)
         trainer.restore_exact_positions()
@@ -227,16 +227,12 @@ class Run:
 
     @contextlib.contextmanager
     def trace(self) -> Iterator[None]:
-        """Record what happens within, in the run's folder; without that a warning."""
+        """Record what happens within, in the run's folder."""
         path = self.log_folder / "profile.json.gz"
         with profile(record_shapes=True, profile_memory=True) as profiler:
             yield
-        try:
-            profiler.export_chrome_trace(str(path))
-        except OSError as fault:
-            logger.warning(f"profile: {in_words(fault)} - training goes on without a trace")
-        else:
-            logger.info(f"profile: {path}, for https://ui.perfetto.dev")
+        profiler.export_chrome_trace(str(path))
+        logger.info(f"profile: {path}, for https://ui.perfetto.dev")
 
     def extrapolate(self, step: int) -> None:
         """Write evaluate.py's rows of these weights if they are due; existing ones are kept."""
@@ -257,17 +253,10 @@ class Run:
             )
 
     def validate(self) -> None:
-        """Measure and log the loss of the validation, unless the run stops meanwhile.
-
-        Raises UserError if it is not finite.
-        """
+        """Measure and log the loss of the validation. Raises UserError if it is not finite."""
         step = self.trainer.step
         with self.log.paused():
-            loss = self.trainer.validate(
-                self.batches.validation(), self.config.training.eval_iters, stops=self.stop.due
-            )
-        if loss is None:
-            return
+            loss = self.trainer.validate(self.batches.validation(), self.config.training.eval_iters)
         if not math.isfinite(loss):
             raise UserError(
                 f"validation: its loss is {loss} at step {step}, no checkpoint of this step is"
@@ -291,8 +280,7 @@ class Losses:
 
     def record(self) -> dict[str, Any]:
         """Entries of checkpoint.json."""
-        pending = [loss.item() for loss in self.means]
-        return {"pending_losses": pending}
+        return {"pending_losses": [loss.item() for loss in self.means]}
 
     def add(self, step: int, result: StepResult) -> None:
         norm = result.grad_norm
@@ -328,17 +316,3 @@ class Losses:
         mean = torch.stack(self.means).mean().item()
         self.means.clear()
         return mean
-
-
-@contextlib.contextmanager
-def _lost_workers() -> Iterator[None]:
-    """A lost process of num_workers is one message."""
-    try:
-        yield
-    except RuntimeError as fault:
-        if not str(fault).startswith(LOST_WORKER):
-            raise
-        raise UserError(
-            f"data: a process that reads samples was lost ({in_words(fault)}) - start the same"
-            " command again, with num_workers: 0 if it happens again"
-        ) from None

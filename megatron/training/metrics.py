@@ -4,11 +4,10 @@ They go to metrics.jsonl, tensorboard and Weights & Biases. No log is worth hour
 that fails is a warning, and the run goes on.
 """
 
-import errno
+import itertools
 import json
 import logging
 import math
-import os
 import re
 import resource
 import sys
@@ -30,7 +29,6 @@ from megatron.files import write_text
 from megatron.model import Architecture
 from megatron.model.size import BACKWARD, attention_flops, palm_weights
 from megatron.parallel.grid import Grid
-from megatron.results.files import training_log
 from megatron.training.batches import length_of_step, windows_per_step
 from megatron.training.trainer import StepResult, Trainer
 
@@ -133,29 +131,35 @@ class Metrics:
     ) -> None:
         self.writers: dict[str, Callable[[Numbers, dict[str, Tensor]], None]] = {}
         self.lost: set[str] = set()  # places that have failed once
-        self.events: Any = None
-        self.wandb: Any = None
-        if folder is not None:
-            self.path = folder / "metrics.jsonl"
-            try:
+        self.ends: list[Callable[[], None]] = []
+        place = ""
+        try:
+            if folder is not None:
+                self.path = folder / "metrics.jsonl"
+                place = str(self.path)
                 folder.mkdir(parents=True, exist_ok=True)
                 _make_room(self.path, resumed_at)
-            except OSError as fault:
-                raise cannot_write(self.path, fault) from None
-            self.writers[str(self.path)] = self._write_line
-        if settings.tensorboard_dir:
-            place = f"tensorboard_dir: {settings.tensorboard_dir}"
-            purge_step = resumed_at + 1 if resumed_at else None
-            try:
+                self.writers[place] = self._write_line
+            if settings.tensorboard_dir:
                 from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-                self.events = SummaryWriter(settings.tensorboard_dir, purge_step=purge_step)
-            except OSError as fault:
-                raise cannot_write(place, fault) from None
-            self.writers[place] = self._write_events
+                place = f"tensorboard_dir: {settings.tensorboard_dir}"
+                purge_step = resumed_at + 1 if resumed_at else None
+                events = SummaryWriter(settings.tensorboard_dir, purge_step=purge_step)
+
+                def write_events(record: Numbers, learned: dict[str, Tensor]) -> None:
+                    for name, value in _charts(record, learned).items():
+                        events.add_scalar(name, value, record["step"])
+
+                self.writers[place] = write_events
+                self.ends.append(events.close)
+        except OSError as fault:
+            raise cannot_write(place, fault) from None
         if settings.use_wandb and run_id is not None:
             try:
-                self.wandb = _run_of_wandb(folder, settings, config, run_id)
+                import wandb  # slow to import
+
+                run = _run_of_wandb(folder, settings, config, run_id)
             except Exception as fault:  # no package, network, key or rights, or an unknown answer
                 logger.warning(
                     f"use_wandb: cannot start ({in_words(fault)}) - the run goes on without it;"
@@ -163,7 +167,11 @@ class Metrics:
                     " WANDB_MODE=offline to keep the records for `wandb sync`"
                 )
             else:
-                self.writers["use_wandb"] = self._send
+                self.writers["use_wandb"] = lambda record, learned: run.log(
+                    {"step": record["step"], **_charts(record, learned)}
+                )
+                # Without teardown a lost server is a traceback at the very end.
+                self.ends += [run.finish, wandb.teardown]
 
     def log(
         self, step: int, kind: str, numbers: Numbers, learned: dict[str, Tensor] | None = None
@@ -186,17 +194,11 @@ class Metrics:
 
     def close(self) -> None:
         """Write what is still buffered."""
-        if self.events is not None:
-            with suppress(Exception):  # its disk is full, which was said
-                self.events.close()
-        if self.wandb is not None:
-            import wandb
-
+        for end in self.ends:
             try:
-                self.wandb.finish()
-                wandb.teardown()  # else it is tried at the very end, with a traceback
-            except Exception as fault:  # what a library may raise
-                logger.warning(f"use_wandb: not all was sent ({in_words(fault)})")
+                end()
+            except Exception as fault:  # whatever a library or a disk may raise
+                logger.warning(f"logging: the last records are lost ({in_words(fault)})")
 
     def _write_line(self, record: Numbers, learned: dict[str, Tensor]) -> None:
         """Append a whole line, or nothing if the disk is full."""
@@ -208,17 +210,10 @@ class Metrics:
             record = {**record, "position": tables}
         line = (json.dumps(record) + "\n").encode()
         with self.path.open("ab", buffering=0) as file:
-            end = file.seek(0, os.SEEK_END)
+            end = file.tell()
             if file.write(line) < len(line):
                 file.truncate(end)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def _write_events(self, record: Numbers, learned: dict[str, Tensor]) -> None:
-        for name, value in _charts(record, learned).items():
-            self.events.add_scalar(name, value, record["step"])
-
-    def _send(self, record: Numbers, learned: dict[str, Tensor]) -> None:
-        self.wandb.log({"step": record["step"], **_charts(record, learned)})
+                raise OSError("the disk is full")
 
 
 class TrainingLog(Metrics):
@@ -337,15 +332,6 @@ def _run_of_wandb(
     return run
 
 
-def lacks_validation(folder: Path, step: int) -> bool:
-    """Whether the log of a run is there, and does not hold the validation of a step."""
-    try:
-        records = training_log(folder / "metrics.jsonl")
-    except (OSError, ValueError):
-        return False
-    return all((record["step"], record.get("kind")) != (step, "valid") for record in records)
-
-
 def _now() -> float:
     """Seconds, after the device has finished its work."""
     if torch.cuda.is_initialized():
@@ -372,10 +358,8 @@ def _make_room(path: Path, resumed_at: int | None) -> None:
     if resumed_at is not None:
         with suppress(ValueError, KeyError):  # a damaged file is renamed
             *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
-            kept = [line for line in lines if json.loads(line)["step"] <= resumed_at]
-            write_text(path, "".join(f"{line}\n" for line in kept))
+            kept = [f"{line}\n" for line in lines if json.loads(line)["step"] <= resumed_at]
+            write_text(path, "".join(kept))
             return
-    copies = 1
-    while path.with_name(f"{path.stem}.{copies}.jsonl").exists():
-        copies += 1
-    path.rename(path.with_name(f"{path.stem}.{copies}.jsonl"))
+    copies = (path.with_name(f"metrics.{count}.jsonl") for count in itertools.count(1))
+    path.rename(next(copy for copy in copies if not copy.exists()))

@@ -1,10 +1,8 @@
 """The optimizer, Adam or Muon; and its learning rate by step."""
 
-import importlib
-import importlib.util
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +11,7 @@ from megatron.config.schedules import SHAPES
 from megatron.config.schema import Optimizer
 
 AVERAGES = ("exp_avg", "exp_avg_sq")
-"""Keys of Adam's averages in its state, in torch and in NVIDIA's apex."""
+"""Keys of Adam's averages in its state."""
 MOMENTUM = ("momentum_buffer",)
 """Keys of Muon's averages."""
 PROGRESS_OF_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -52,9 +50,7 @@ def learning_rate(step: int, optimizer: Optimizer) -> float:
     return max(floor, peak * shape if old else floor + (peak - floor) * shape)
 
 
-def build_optimizer(
-    model: nn.Module, settings: Optimizer, device: torch.device
-) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
     """Adam with decoupled weight decay, or Muon beside it; settings: the section `optimizer`."""
     matrices, decayed, exempt = (
         [parameter for _, parameter in group] for group in named_groups(model, settings)
@@ -74,9 +70,6 @@ def build_optimizer(
             adjust_lr_fn="match_rms_adamw",
         )
         return MuonBesideAdam(muon, torch.optim.AdamW(groups, fused=True, **options))
-    # NVIDIA's apex where its kernels are installed; PyPI's apex, another package, has no amp_C.
-    if device.type == "cuda" and importlib.util.find_spec("amp_C"):
-        return importlib.import_module("apex.optimizers").FusedAdam(groups, **options)
     return torch.optim.AdamW(groups, fused=True, **options)
 
 
@@ -101,34 +94,25 @@ class MuonBesideAdam(torch.optim.Optimizer):
 Named = list[tuple[str, nn.Parameter]]
 
 
-class NamedGroups(NamedTuple):
-    """Parameters with their names, in the optimizer's order: Muon's, and Adam's with weight decay
-    and without.
-    """
-
-    matrices: Named
-    decayed: Named
-    exempt: Named
-
-
-def named_groups(model: nn.Module, settings: Optimizer) -> NamedGroups:
-    """The groups of a model's parameters; settings: the section `optimizer`.
+def named_groups(model: nn.Module, settings: Optimizer) -> tuple[Named, Named, Named]:
+    """The groups of a model's parameters, in the optimizer's order: Muon's, and Adam's with weight
+    decay and without. settings: the section `optimizer`
 
     Weight decay acts on matrices, not on norms and biases. On what an encoding learns it acts
     only with pos_emb_weight_decay. Muon takes the matrices of the layers.
     """
-    groups = NamedGroups([], [], [])
+    matrices, decayed, exempt = [], [], []
     is_muon = settings.optimizer.type == "Muon"
     for name, parameter in model.named_parameters():
         # ZeRO 3 leaves an empty parameter, which remembers its shape.
         dimensions = len(getattr(parameter, "ds_shape", parameter.shape))
-        group = groups.decayed if dimensions >= 2 else groups.exempt
+        group = decayed if dimensions >= 2 else exempt
         if name.startswith("positions."):
-            group = groups.decayed if settings.pos_emb_weight_decay else groups.exempt
+            group = decayed if settings.pos_emb_weight_decay else exempt
         elif is_muon and dimensions == 2 and re.match(MATRIX, name):
-            group = groups.matrices
+            group = matrices
         group.append((name, parameter))
-    return groups
+    return matrices, decayed, exempt
 
 
 def averages_of(model: nn.Module, settings: Optimizer) -> Mapping[str, tuple[str, ...]]:

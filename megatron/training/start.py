@@ -287,39 +287,31 @@ class Source(NamedTuple):
     initial: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class ParentWeights:
-    """The parent's file of weights, and the source of every tensor of the new model."""
+def give_parent(trainer: Trainer, parent: Saved, sources: Mapping[str, Source]) -> None:
+    """Let a new engine start from a parent's weights. Every rank calls this.
 
-    file: Path
-    sources: dict[str, Source]
+    sources: of every tensor of the new model
+    """
+    with opened(parent.path / WEIGHTS) as weights:
 
-    def load(self, trainer: Trainer) -> None:
-        """Let a new engine start from them. Every rank calls this."""
-        with opened(self.file) as weights:
+        def weight(name: str) -> Tensor:
+            source, rows, initial = sources[name]
+            if source is None:
+                return cast(Tensor, initial)
+            taken = weights.get_tensor(source)
+            return taken if initial is None else torch.cat([taken[:rows], initial[rows:]])
 
-            def weight(name: str) -> Tensor:
-                source = self.sources[name]
-                if source.name is None:
-                    return cast(Tensor, source.initial)
-                taken = weights.get_tensor(source.name)
-                if source.initial is None:
-                    return taken
-                return torch.cat([taken[: source.rows], source.initial[source.rows :]])
-
-            give(trainer, weight)
+        give(trainer, weight)
 
 
-def match_weights(start: Start, model: GPT) -> ParentWeights | None:
-    """The weights that a new model takes from its parent, or None without a parent; logs them.
+def match_weights(parent: Saved, model: GPT, called: str | None) -> dict[str, Source]:
+    """The source of every tensor of a new model that takes weights from a parent; logs them.
 
+    called: the parent's name
     Call it before an engine is built. An encoding that layers share is copied to every layer. Those
     of several layers are not merged into one: they are dropped. Raises UserError if the parent's
     file of weights is not that of its configuration.
     """
-    parent = start.parent
-    if parent is None:
-        return None
     file = parent.path / WEIGHTS
     with opened(file) as weights:
         old = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
@@ -360,11 +352,11 @@ def match_weights(start: Start, model: GPT) -> ParentWeights | None:
         ", ".join(sorted(names)) or "nothing" for names in (kept, dropped, new)
     )
     logger.info(
-        f"fine-tuning {parent.path} ({start.parent_model}):\n"
+        f"fine-tuning {parent.path} ({called}):\n"
         f"  kept outside the encoding: all weights\n  kept in the encoding: {kept_names}\n"
         f"  dropped: {dropped_names}\n  new: {new_names}"
     )
-    return ParentWeights(file, sources)
+    return sources
 
 
 def _kinds_of_tensors(position: Position) -> dict[str, tuple[str, bool]]:

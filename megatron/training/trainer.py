@@ -4,7 +4,7 @@ import gc
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from typing import Any, NamedTuple, cast
@@ -51,13 +51,13 @@ class Trainer:
         model.context = self.context
         model.to(grid.device)
         if config.training.torch_compile:
-            compile_layers(model, grid.device)
+            compile_layers(model)
         with quiet_deepspeed():
             import deepspeed
 
             engine, *_ = deepspeed.initialize(
                 model=model,
-                optimizer=build_optimizer(model, config.optimizer, grid.device),
+                optimizer=build_optimizer(model, config.optimizer),
                 config=deepspeed_config(config),
                 dist_init_required=False,
             )
@@ -75,7 +75,7 @@ class Trainer:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Torch's or apex's, which ZeRO wraps."""
+        """Torch's, which ZeRO wraps."""
         outer = self.engine.optimizer
         return getattr(outer, "optimizer", outer)
 
@@ -161,13 +161,8 @@ class Trainer:
         return batch, batch[:, :-1] != self.model.end_of_document
 
     @torch.no_grad()
-    def validate(
-        self, windows: Iterator[Tensor], count: int, *, stops: Callable[[], bool] = lambda: False
-    ) -> float | None:
-        """Mean loss over `count` batches of windows [micro_batch, length + 1], over all ranks.
-
-        stops: asked after each batch; None is returned if it says so
-        """
+    def validate(self, windows: Iterator[Tensor], count: int) -> float:
+        """Mean loss over `count` batches of windows [micro_batch, length + 1], over all ranks."""
         self.engine.eval()
         total = torch.zeros((), dtype=torch.float64, device=self.grid.device)
         for _ in range(count):
@@ -184,8 +179,6 @@ class Trainer:
                     counted = counted[:, self.context.part(length)]
                 losses = losses[counted]
             total += losses.sum() * self.grid.context_ranks / max(1, targets)
-            if stops():
-                return None
         return self.grid.mean(total / count).item()
 
     def restore_exact_positions(self) -> None:
@@ -205,20 +198,8 @@ class Trainer:
                     module.exact[name] = cast(Tensor, safe_get_full_fp32_param(parameter))
 
 
-def compile_layers(model: GPT, device: torch.device) -> None:
-    """Compile every layer in place, for fixed shapes; names in the state dict stay.
-
-    Raises UserError if this machine cannot compile, which is tried before any training.
-    """
-    try:
-        trial = torch.compile(lambda x: (x.sin() + 1).sum(), dynamic=False)
-        trial(torch.ones(64, device=device, requires_grad=True)).backward()
-    except Exception as fault:  # without compiler, headers or Triton: each raises its own kind
-        lines = (str(fault).strip() or repr(fault)).splitlines()
-        cure = "install a C++ compiler (g++) and Python's headers, or set torch_compile: false"
-        raise UserError(
-            f"torch_compile: this machine cannot compile ({lines[0]}) - {cure}"
-        ) from None
+def compile_layers(model: GPT) -> None:
+    """Compile every layer in place, for fixed shapes; names in the state dict stay."""
     for layer in model.layers:
         layer.compile(dynamic=False)
 

@@ -117,5 +117,5 @@ def test_the_width_of_llamas_mlp_is_that_of_the_published_models():
         words = [f"hidden_size={hidden}", "num_attention_heads=32", f"intermediate_size={width}"]
         words += [f"mlp_multiple_of={multiple}", "activation=swiglu"]
         assert loaded(*words).model.intermediate_size == published
-    with pytest.raises(UserError, match="mlp_multiple_of: 4096 is read beside intermediate_size"):
+    with pytest.raises(UserError, match="mlp_multiple_of: needs intermediate_size"):
         loaded(*words, "activation=gelu")

@@ -34,9 +34,5 @@ def test_a_run_whose_checkpoint_does_not_fit_ends_with_the_one_before(corpus, tm
     steps = [name for name in ending["files"] if name.startswith("global_step")]
     assert len(steps) == step
     assert set(ending["files"]) == {*steps, "latest"}
-    assert ending["message"].startswith(
-        f"save: {tmp_path}/partial_step{step + 1} cannot be written ("
-    )
-    assert ending["message"].endswith(
-        f" - make room or save elsewhere; {tmp_path}/global_step{step} stays"
-    )
+    assert ending["message"].startswith(f"{tmp_path}/partial_step{step + 1} cannot be written (")
+    assert ending["message"].endswith(" - make room or save elsewhere")

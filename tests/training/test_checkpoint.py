@@ -114,7 +114,7 @@ def test_weights_that_are_not_finite_are_not_saved(grid, tmp_path, how):
     state["exp_avg_sq"].view(-1)[3] = math.inf  # of the first matrix
     with pytest.raises(UserError) as fault:
         checkpoint.save(run, tmp_path, {"vocab": 61})
-    for word in ("step 2: exp_avg_sq.word_embeddings.weight ", f"{tmp_path}/global_step1 stays"):
+    for word in ("step 2: exp_avg_sq.word_embeddings.weight ", "earlier checkpoints stay"):
         assert word in str(fault.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
@@ -133,7 +133,7 @@ def test_a_file_that_cannot_be_written_leaves_the_earlier_checkpoint(grid, tmp_p
                 checkpoint.save(run, tmp_path, {"vocab": 61})
         message = str(fault.value)
         assert "partial_step2 cannot be written (No space left on device) " in message
-        assert message.endswith(f"or save elsewhere; {tmp_path}/global_step1 stays")
+        assert message.endswith("or save elsewhere")
         assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 

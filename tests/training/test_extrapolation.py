@@ -15,7 +15,6 @@ from megatron.evaluation.options import Options
 from megatron.results.files import read_rows
 from megatron.results.row import Row
 from megatron.training.loop import train
-from megatron.training.trainer import Trainer
 from tests.training.conftest import check_same, interrupted, settings
 
 MEASURES = [
@@ -123,13 +122,12 @@ def signalled(measure):
     return function
 
 
-@pytest.mark.parametrize("moment", [(Trainer, "validate"), (evaluate_checkpoint, "measured")])
 def test_numbers_of_the_last_step_that_a_signal_or_a_kill_leaves_out_are_completed_once(
-    grid, corpus, tmp_path, monkeypatch, moment
+    grid, corpus, tmp_path, monkeypatch
 ):
     config = settings(corpus, tmp_path, *MEASURES, "eval_interval=9", "train_iters=2")
     with monkeypatch.context() as patch:
-        patch.setattr(*moment, signalled(getattr(*moment)))
+        patch.setattr(evaluate_checkpoint, "measured", signalled(evaluate_checkpoint.measured))
         with pytest.raises(SystemExit) as ended:
             train(config, grid)
     assert ended.value.code == 128 + signal.SIGTERM

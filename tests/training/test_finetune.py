@@ -16,7 +16,7 @@ from megatron.errors import UserError
 from megatron.model import from_config
 from megatron.training.loop import train
 from megatron.training.optimizer import learning_rate
-from megatron.training.start import Saved, Start, match_weights
+from megatron.training.start import Saved, match_weights
 from tests.checkpoints import make_checkpoint
 from tests.training.conftest import MODEL, check_same, copy_of, records, tiny
 
@@ -133,9 +133,8 @@ def test_of_an_encoding_is_taken_what_has_its_name_kind_and_shape(
     path = make_checkpoint(tmp_path, corpus, *parent_words) / "global_step5"
     parent = Saved(path, *read_meta(path))
     model = from_config(load([], tiny("train_iters=2", *child_words)), 512)
-    matches = match_weights(Start(parent=parent), model)
-    assert matches is not None
-    taken = {name: source for name, source in matches.sources.items() if source.name}
+    matches = match_weights(parent, model, "parent")
+    taken = {name: source for name, source in matches.items() if source.name}
     of_encoding = {
         name.removeprefix("positions."): source.name.removeprefix("positions.")
         for name, source in taken.items()

@@ -3,7 +3,6 @@
 import gzip
 import json
 import math
-import multiprocessing
 import os
 import signal
 
@@ -114,20 +113,6 @@ def test_a_preempted_run_finishes_the_checkpoint_that_a_second_signal_interrupts
     assert steps_in(tmp_path) == [3]
 
 
-def test_a_lost_process_that_reads_samples_is_one_message(grid, corpus, tmp_path, monkeypatch):
-    def kill() -> None:  # another test may have left a process of its own
-        for worker in multiprocessing.active_children():
-            worker.kill()
-
-    at_step(monkeypatch, 3, kill)
-    words = ["num_workers=1", "train_iters=5000", "log_interval=5000", "save_interval=0"]
-    with pytest.raises(UserError) as fault:
-        train(settings(corpus, tmp_path, *words), grid)
-    message = str(fault.value)
-    assert message.startswith("data: a process that reads samples was lost (DataLoader worker (pid")
-    assert message.endswith("with num_workers: 0 if it happens again")
-
-
 def test_a_trace_holds_the_third_step_and_changes_no_loss(grid, corpus, tmp_path):
     plain, traced = tmp_path / "plain", tmp_path / "traced"
     train(settings(corpus, plain, "train_iters=4"), grid)
@@ -137,12 +122,6 @@ def test_a_trace_holds_the_third_step_and_changes_no_loss(grid, corpus, tmp_path
     assert {"aten::mm", "[memory]"} <= set(names)
     assert names.count("Optimizer.step#AdamW.step") == 1
     check_same(plain, traced)
-
-
-def test_a_trace_that_cannot_be_written_is_a_warning(grid, corpus, tmp_path, caplog):
-    (tmp_path / "profile.json.gz").mkdir()
-    train(settings(corpus, tmp_path, "train_iters=3", "profile=true"), grid)
-    assert any(message.startswith("profile: ") for message in caplog.messages)
 
 
 # --- losses that are not finite -------------------------------------------------------------------

@@ -48,7 +48,7 @@ def test_a_full_disk_costs_records_and_no_run_and_leaves_whole_lines(tmp_path, c
     assert log_lines["after"] == [*before, 40]
     path = tmp_path / "metrics.jsonl"
     assert log_lines["messages"] == [
-        f"{path}: step {len(before) + 1} could not be written (No space left on device)"
+        f"{path}: step {len(before) + 1} could not be written (the disk is full)"
         " - training goes on, and later records are tried again",
     ]
 
