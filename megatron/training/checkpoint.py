@@ -90,8 +90,9 @@ def full_state(trainer: Trainer, *, keep: bool = True) -> dict[str, Tensor]:
     from deepspeed.utils import safe_get_full_optimizer_state
 
     engine, optimizer = trainer.engine, trainer.optimizer
-    counts = [float(values["step"]) for values in optimizer.state.values() if "step" in values]
-    step = max(counts, default=0.0)
+    # Torch counts in the state, apex in the groups.
+    counters = [*optimizer.state.values(), *optimizer.param_groups]
+    step = max((float(counter["step"]) for counter in counters if "step" in counter), default=0.0)
     state = {"step": torch.tensor(step)}
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     if scaler is not None and scaler.dynamic:

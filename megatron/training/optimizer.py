@@ -1,5 +1,7 @@
 """The optimizer, Adam or Muon; and its learning rate by step."""
 
+import importlib
+import importlib.util
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +13,7 @@ from megatron.config.schedules import SHAPES
 from megatron.config.schema import Optimizer
 
 AVERAGES = ("exp_avg", "exp_avg_sq")
-"""Keys of Adam's averages in its state."""
+"""Keys of Adam's averages in its state, in torch and in NVIDIA's apex."""
 MOMENTUM = ("momentum_buffer",)
 """Keys of Muon's averages."""
 PROGRESS_OF_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -50,7 +52,9 @@ def learning_rate(step: int, optimizer: Optimizer) -> float:
     return max(floor, peak * shape if old else floor + (peak - floor) * shape)
 
 
-def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, settings: Optimizer, device: torch.device
+) -> torch.optim.Optimizer:
     """Adam with decoupled weight decay, or Muon beside it; settings: the section `optimizer`."""
     matrices, decayed, exempt = (
         [parameter for _, parameter in group] for group in named_groups(model, settings)
@@ -70,6 +74,9 @@ def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimi
             adjust_lr_fn="match_rms_adamw",
         )
         return MuonBesideAdam(muon, torch.optim.AdamW(groups, fused=True, **options))
+    # NVIDIA's apex where its kernels are installed; PyPI's apex, another package, has no amp_C.
+    if device.type == "cuda" and importlib.util.find_spec("amp_C"):
+        return importlib.import_module("apex.optimizers").FusedAdam(groups, **options)
     return torch.optim.AdamW(groups, fused=True, **options)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron.checkpoints.manifest import OPTIMIZER, WEIGHTS
 from megatron.errors import UserError, in_words
-from megatron.training.optimizer import AVERAGES, PROGRESS_OF_SCALE, averages_of
+from megatron.training.optimizer import AVERAGES, PROGRESS_OF_SCALE, MuonBesideAdam, averages_of
 from megatron.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -103,10 +103,14 @@ def give(trainer: Trainer, weight: Callable[[str], Tensor], state: safe_open | N
         engine.optimizer.update_lp_params()
     if state is None:
         return
-    for part, values in optimizer.state.items():
-        if AVERAGES[0] in values:
-            # A tensor of its own for every parameter, as torch counts in place.
-            values["step"] = torch.tensor(step, dtype=torch.float32, device=part.device)
+    if isinstance(optimizer, torch.optim.AdamW | MuonBesideAdam):
+        for part, values in optimizer.state.items():
+            if AVERAGES[0] in values:
+                # A tensor of its own for every parameter, as torch counts in place.
+                values["step"] = torch.tensor(step, dtype=torch.float32, device=part.device)
+    elif step:  # apex
+        for group in optimizer.param_groups:
+            group["step"] = int(step)
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     if scaler is not None and scaler.dynamic and "loss_scale" in state.keys():  # noqa: SIM118
         continue_scale(scaler, state.get_tensor("loss_scale"))

@@ -57,7 +57,7 @@ class Trainer:
 
             engine, *_ = deepspeed.initialize(
                 model=model,
-                optimizer=build_optimizer(model, config.optimizer),
+                optimizer=build_optimizer(model, config.optimizer, grid.device),
                 config=deepspeed_config(config),
                 dist_init_required=False,
             )
@@ -75,7 +75,7 @@ class Trainer:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Torch's, which ZeRO wraps."""
+        """Torch's or apex's, which ZeRO wraps."""
         outer = self.engine.optimizer
         return getattr(outer, "optimizer", outer)
 

@@ -1,6 +1,7 @@
 """A resumed run repeats the uninterrupted one, also with another engine; what may be resumed."""
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from megatron.checkpoints.manifest import entry_of, read_record, write_record
 from megatron.checkpoints.saved import latest_step, with_parent
 from megatron.config import Config, load
 from megatron.errors import UserError
+from megatron.training import trainer as engine
 from megatron.training.loop import train
-from megatron.training.optimizer import learning_rate
+from megatron.training.optimizer import build_optimizer, learning_rate
 from megatron.training.resume import continue_scale
 from megatron.training.start import Saved, Start, checkpoint_to_continue, with_schedule
 from tests.training.conftest import check_same, copy_of, interrupted, records, settings, tiny
@@ -63,6 +65,56 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_last_bit(grid, corpu
     for kind, steps in (("train", {3, 6, 8}), ("valid", {4, 8})):
         assert records(straight, kind).keys() == steps
         check_same(straight, broken, kind)
+
+
+APEX = """
+import torch
+
+class FusedAdam(torch.optim.Optimizer):
+    def __init__(self, params, lr, betas, eps):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = count = group.get("step", 0) + 1
+            rate, (slow, fast) = group["lr"], group["betas"]
+            for p in group["params"]:
+                state = self.state[p]
+                for key in ("exp_avg", "exp_avg_sq"):
+                    state.setdefault(key, torch.zeros_like(p))
+                mean = state["exp_avg"].lerp_(p.grad, 1 - slow) / (1 - slow**count)
+                square = state["exp_avg_sq"].lerp_(p.grad**2, 1 - fast) / (1 - fast**count)
+                p.sub_(rate * (mean / (square.sqrt() + group["eps"]) + group["weight_decay"] * p))
+"""
+"""Stands for NVIDIA's, whose groups count the steps. Its place says which kernels are installed."""
+
+
+def test_apex_is_used_where_its_kernels_are_and_resumes_with_torch_and_the_other_way(
+    grid, corpus, tmp_path, monkeypatch
+):
+    words = ["train_iters=4", "save_interval=2", "weight_decay=0.1", "gradient_clipping=0"]
+    plain, straight = tmp_path / "plain", tmp_path / "straight"
+    train(settings(corpus, plain, *words), grid)
+    (tmp_path / "amp_C.py").touch()
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "optimizers.py").write_text(APEX)
+    cuda = torch.device("cuda")
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        patch.setattr(engine, "build_optimizer", lambda *how: build_optimizer(*how[:2], cuda))
+        train(settings(corpus, straight, *words), grid)
+        assert "apex.optimizers" in sys.modules
+        again = interrupted(straight, 2, tmp_path / "again")
+        train(settings(corpus, again, *words), grid)
+        check_same(straight, again)
+        from_torch = interrupted(plain, 2, tmp_path / "from_torch")
+        train(settings(corpus, from_torch, *words), grid)
+    to_torch = interrupted(straight, 2, tmp_path / "to_torch")
+    train(settings(corpus, to_torch, *words), grid)
+    for folder in (straight, from_torch, to_torch):
+        for step, record in records(plain).items():
+            assert records(folder)[step]["loss"] == pytest.approx(record["loss"], abs=1e-5)
 
 
 # --- a state that does not fit --------------------------------------------------------------------
