@@ -28,7 +28,7 @@ from megatron.evaluation.loaded_run import (
     measurable,
     on_text,
 )
-from megatron.evaluation.methods import MeasuredAttention, faults_of, method_of
+from megatron.evaluation.methods import MeasuredAttention, method_of
 from megatron.evaluation.options import (
     DTYPES,
     Options,
@@ -265,8 +265,6 @@ def row_of(
 ) -> tuple[Row, bool]:
     """The row of one length, and whether it is new: an existing one is kept that answers it."""
     question = facts | windows.facts | {"length": windows.length, "text": windows.text}
-    if windows.edges:  # means between other positions are another answer
-        question["position_edges"] = list(windows.edges)
     existing_row = answer(question, existing_rows)
     keep = windows.whole(options.keep_losses) if options.keep_losses else 0
     row = existing_row
@@ -327,25 +325,21 @@ def variants(
 ) -> list[MeasuredAttention]:
     """The settings with every combination of the values that the options ask for.
 
-    Raises UserError with all that is wrong with sinks, clipped distances and methods.
+    Raises UserError for sinks, clipped distances and methods that do not fit.
     """
     values = options.attention_values
     combinations: dict[MeasuredAttention, None] = {}
-    faults: dict[str, None] = {}
     for combination in itertools.product(*values.values()):
         chosen = dict(zip(values, combination, strict=True))
         if "window" in chosen:
             chosen["window_layers"] = ()
         settings = replace(attention, **chosen)
-        wrong = dict.fromkeys(faults_of(settings, positions, train_length))
-        faults |= wrong
-        if settings.method is not None and not wrong:
+        settings.check(positions, train_length)
+        if settings.method is not None:
             # With all of its options, so that equal ones have equal rows.
             method = method_of(settings.method, train_length)
             settings = replace(settings, method=method.text)
         combinations[settings] = None
-    if faults:
-        raise UserError("\n".join(faults))
     return list(combinations)
 
 

@@ -127,7 +127,7 @@ def test_a_layer_that_cannot_is_named():
         ("[{sum: {parts: [rope: {scaling: llama3}]}}]", "dynamic_ntk", "scaling: llama3"),
         ("[rotary, rotary: {scaling: ntk}]", "yarn", "stretched already .scaling: ntk.; take"),
         ("[nope, alibi]", "yarn", "none or alibi do not turn queries and keys"),
-        ("[rotary, fire]", "sinks", "fire cannot have it: its bias depends on the places"),
+        ("[rotary, fire]", "sinks", "fire cannot have it: its scores depend on more"),
     ):
         with pytest.raises(UserError, match=message):
             with_method(model("rotary", f"pos_emb_layers={names}"), variant)
