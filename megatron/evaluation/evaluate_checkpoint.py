@@ -17,16 +17,18 @@ from megatron.checkpoints.read import load_model
 from megatron.checkpoints.saved import find, folder_of, step_of
 from megatron.config import Config
 from megatron.config.schema import as_list
-from megatron.data.parts import Part, open_parts
+from megatron.data.parts import Part, name_of, open_parts
 from megatron.data.samples import build_split, split_documents
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.evaluation.loaded_run import (
+    PREPARE,
     LoadedRun,
     checkpoint_folder,
     loaded_run,
     measurable,
     on_text,
+    variant,
 )
 from megatron.evaluation.methods import MeasuredAttention, method_of
 from megatron.evaluation.options import (
@@ -205,16 +207,34 @@ def jobs_of(run: LoadedRun, options: Options, context_ranks: int) -> Iterator[Jo
         )
     for tokens in run.texts.files:
         windows_of = windows_of_text(run.config, run.trained, options, run.texts, tokens)
+        vocab = run.record["vocab"]
+        for _, lengths in windows_of.values():
+            highest = max(int(ids.max()) for windows in lengths for ids in windows.ids)
+            if highest >= vocab:
+                raise UserError(
+                    f"data_path: holds token {highest}, {run.path} knows the tokens 0 to"
+                    f" {vocab - 1} - {PREPARE}"
+                )
         for attention, name in itertools.product(attentions, windows_of):
             protocol, windows = windows_of[name]
-            for each in windows:
-                run.check_known_tokens(each.ids)
-            words = [name] if name != "equal_tokens" else []
+            # Another corpus, part or variant replaces nothing. The window stands there as it was
+            # asked for: a name must not change when the code does, or no measurement could go on.
+            words = [tokens.prefix.name, run.texts.name, run.path.name]
+            words += [name] if name != "equal_tokens" else []
             words += [options.dtype] if options.dtype != "fp32" else []
-            output = options.output or run.default_output(tokens, attention, words)
+            for key, value in variant(attention).items():
+                words.append(key if value is True else f"{key}={value}")
+            usual = run.path.parent / "evaluation" / f"{'-'.join(words)}.jsonl"
+            output = options.output or usual
             check_output(output, LINES)
             existing_results(output)  # refuses a file of other rows before anything is measured
-            facts = run.facts_of_text(name, tokens) | protocol.facts
+            facts = {
+                "corpus": name_of(tokens),
+                "part": run.texts.name,
+                "split": run.texts.split,
+                "protocol": name,
+                **protocol.facts,
+            }
             yield Job(output, tokens, attention, facts, windows)
 
 

@@ -16,7 +16,7 @@ from megatron.checkpoints.saved import find
 from megatron.commit import commit
 from megatron.config import Config
 from megatron.config.load import DATA_PATHS
-from megatron.data.parts import Part, name_of, open_parts
+from megatron.data.parts import Part, open_parts
 from megatron.data.tasks import TaskText
 from megatron.data.tokenizers.build import build_tokenizer, needs_files
 from megatron.data.tokenizers.tokenizer import Tokenizer
@@ -101,16 +101,6 @@ class LoadedModel:
             places.append(("HFTokenizer", str(prefix.with_name(BESIDE_TOKENS)), None))
         return _tokenizer(tuple(dict.fromkeys(places)), expected, self.record["vocab"])
 
-    def check_known_tokens(self, windows: Iterable[np.ndarray]) -> None:
-        """Raises UserError if the text holds a token that the embedding does not have."""
-        vocab = self.record["vocab"]
-        highest = max(int(ids.max()) for ids in windows)
-        if highest >= vocab:
-            raise UserError(
-                f"data_path: holds token {highest}, {self.path} knows the tokens 0 to {vocab - 1}"
-                f" - {PREPARE}"
-            )
-
     def facts(self, attention: MeasuredAttention) -> Facts:
         """The keys of every row about the model, as it now is, and about the code."""
         weight = next(self.model.parameters())
@@ -153,28 +143,6 @@ class LoadedRun(LoadedModel):
     """
 
     texts: Part
-
-    def default_output(
-        self, tokens: TokenFile, attention: MeasuredAttention, words: Iterable[str]
-    ) -> Path:
-        """A file in the run's folder, named by what is measured.
-
-        So another corpus, part or variant replaces nothing. The window stands there as it was
-        asked for: a name must not change when the code does, or no measurement could go on.
-        """
-        name = [tokens.prefix.name, self.texts.name, self.path.name, *words]
-        for key, value in variant(attention).items():
-            name.append(key if value is True else f"{key}={value}")
-        return self.path.parent / "evaluation" / ("-".join(name) + ".jsonl")
-
-    def facts_of_text(self, protocol: str, tokens: TokenFile) -> Facts:
-        """The keys of every row about the text."""
-        return {
-            "corpus": name_of(tokens),
-            "part": self.texts.name,
-            "split": self.texts.split,
-            "protocol": protocol,
-        }
 
     def bytes_of_text(self, tokens: TokenFile, windows: Windows, loss: float | None) -> Facts:
         """bytes, bytes_from and bits_per_byte of the scored targets; {} without the tokenizer.

@@ -168,13 +168,9 @@ def test_missing_and_damaged_files_are_named_and_code_is_not_run(tmp_path):
         load_model(tmp_path, config)
     write_checkpoint("alibi", tmp_path)
     path = tmp_path / "layer_02-model_00-model_states.pt"
-    for content, message in (
-        ({"x": Harmful()}, "cannot be read as a checkpoint file .* code in it is never run"),
-        ([1], "holds no layer of GPT-NeoX - copy the checkpoint again"),
-        ({"norm.weight": 3}, "holds no layer of GPT-NeoX"),
-    ):
+    for content in ({"x": Harmful()}, [1], {"norm.weight": 3}):
         torch.save(content, path)
-        with pytest.raises(UserError, match=f"{path.name}: {message}"):
+        with pytest.raises(UserError, match=f"{path.name}: is damaged, or holds more than the"):
             load_model(tmp_path, config)
     assert not (tmp_path / "ran").exists()
 
