@@ -251,30 +251,30 @@ def first_tokens(tokens: Any, documents: Iterable[int], count: int) -> np.ndarra
 class Option:
     """An option of a protocol: `--name N` of evaluate.py, and the key `name` of sweeps and rows.
 
-    readers: the protocols that have it as a field; words: for --help; most: its largest value
+    readers: the protocols that have it as a field; most: its largest value
     row: setting, a key of rows that are compared with each other only where it is equal; place, one
         that may differ between the lengths of a table; none, no key
     """
 
     readers: tuple[str, ...]
-    words: str
+    help: str
     most: int
     least: int = 1
     row: str = "setting"
 
-    @property
-    def help(self) -> str:
-        """Such as "tail: scored tokens of a window; default: 256"."""
-        return f"{' and '.join(self.readers)}: {self.words}"
-
 
 TASK = "task"  # the protocol of problems whose answers are counted
 OPTIONS = {
-    "windows": Option(("paper", TASK), "windows per length; default: 320", 10**6, row="none"),
-    "start": Option(("paper",), "first window; default: 0", MOST, least=0),
-    "tail": Option(("tail",), "scored tokens of a window; default: 256", MOST_TOKENS),
+    "windows": Option(
+        ("paper", TASK), "paper and task: windows per length; default: 320", 10**6, row="none"
+    ),
+    "start": Option(("paper",), "paper: first window; default: 0", MOST, least=0),
+    "tail": Option(("tail",), "tail: scored tokens of a window; default: 256", MOST_TOKENS),
     "stride": Option(
-        ("sliding",), "tokens that windows move by; default: half of each", MOST_TOKENS, row="place"
+        ("sliding",),
+        "sliding: tokens that windows move by; default: half of each",
+        MOST_TOKENS,
+        row="place",
     ),
 }
 

@@ -84,13 +84,9 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
     run = loaded_run(config, options.checkpoint, options.step)
     config, grid = run.config, here()
     size = config.parallel.context_parallel_size
+    # The checkpoint's training may have had other processes.
     if grid.ranks % size == 0 or "context_parallel_size" in config.chosen:
         grid = grid.sharing(size)
-    elif grid.first:  # the checkpoint's training had other processes
-        logger.info(
-            f"context_parallel_size: {size} does not divide {grid.ranks} process(es), so each"
-            " computes whole windows"
-        )
     use_threads(count_parameters(run.model), grid.device)
     return measured_rows(run, options, grid, context_of(grid, "all_gather"))
 

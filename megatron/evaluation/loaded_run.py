@@ -92,8 +92,8 @@ class LoadedModel:
         places: list[TokenizerFiles] = [(self.tokenizer.get("type") or "", None, None)]
         for data in (self.config.data, self.trained.data):
             files = data.vocab_file, data.merge_file
-            in_run = [self.path.parent / TOKENIZER / Path(file or "").name for file in files]
-            vocab, merges = (str(copy) if copy.is_file() else None for copy in in_run)
+            folder = self.path.parent / TOKENIZER
+            vocab, merges = (file and str(folder / Path(file).name) for file in files)
             places.append((data.tokenizer_type, *files))
             places.append((data.tokenizer_type, vocab, merges))
         places = [place for place in places if place[0] and (place[1] or not needs_files(place[0]))]

@@ -439,14 +439,10 @@ def faults_of(
     near_keys = method.near_keys
     if near_keys is not None:
         hides = method.name in ("lm_infinite", "dual_chunk")
-        beside = {
-            "blockwise": attention.blockwise,
-            "--clip-distance": is_named and clip is not None,
-            "this --window": is_named and lengths and (hides or min(lengths) <= near_keys),
-        }
-        for name, is_set in beside.items():
-            if is_set:
-                yield f"{where}: has no meaning beside {name}; leave that out"
+        too_short = bool(lengths) and (hides or min(lengths) <= near_keys)
+        if attention.blockwise or (is_named and (clip is not None or too_short)):
+            beside = "blockwise, --clip-distance or this --window"
+            yield f"{where}: has no meaning beside {beside}; leave that out"
     if method.kind.needs is not None and not any(position.rotates for position in positions):
         yield f"{where}: {names} do not turn queries and keys by position; take rotary"
         return

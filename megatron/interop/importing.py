@@ -27,7 +27,6 @@ from megatron.interop.open import (
     HUB_NAME,
     PIECES,
     OpenedModel,
-    has_sums,
     kind_of,
     local_folder,
     open_checkpoint,
@@ -287,14 +286,10 @@ def files_in(place: Path) -> TokenizerSource | None:
     """The tokenizer that a folder holds or a file is, or None."""
     if place.is_file():
         return TokenizerSource(BY_ENDING.get(place.suffix, "HFTokenizer"), place)
-    pieces = place / PIECES
-    if has_sums(place) and pieces.is_file():  # an export: its tokenizer.json is made of this
-        return TokenizerSource("SPMTokenizer", pieces)
-    if (place / WHOLE).is_file():
-        return TokenizerSource("HFTokenizer", place / WHOLE)
-    vocab, merges = place / PAIR[0], place / PAIR[1]
-    if vocab.is_file() and merges.is_file():
-        return TokenizerSource("GPT2BPETokenizer", vocab, merges)
+    for kind, names in NAMES.items():
+        paths = [place / name for name in names]
+        if all(path.is_file() for path in paths):
+            return TokenizerSource(kind, *paths)
     return None
 
 

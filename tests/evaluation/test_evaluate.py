@@ -460,7 +460,7 @@ def test_what_cannot_be_evaluated_is_one_message_and_writes_nothing(home, folder
         f"{file} --logn-scale yes": "argument --logn-scale: yes: give on or off",
         f"{run_folder} --step 4 --sinks 2 --clip-distance 5 --method rerope rerope,window=17": (
             "--sinks 2: without a window(.|\\n)*--clip-distance 5: rotary has no table by distance"
-            "(.|\\n)*rerope,window=8: has no meaning beside --clip-distance"
+            "(.|\\n)*rerope,window=8: has no meaning beside blockwise"
         ),
     }
     for words, message in cases.items():
