@@ -57,10 +57,8 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
         if here().first:
             print(f"{tables}\nwritten to {output}")
         return
-    for option in ("limit", "num_fewshot"):
-        if getattr(arguments, option) is not None:
-            name = option.replace("_", "-")
-            raise UserError(f"--{name}: belongs to --tasks - name tasks too, or leave it out")
+    if arguments.limit is not None or arguments.num_fewshot is not None:
+        raise UserError("--limit, --num-fewshot: belong to --tasks - name tasks, or leave them out")
     if config is not None and config.only_measures and asks_for_nothing:
         as_published(config)
         return

@@ -30,7 +30,15 @@ from megatron.parallel.grid import device_alone
 from megatron.parallel.threads import count_parameters, use_threads
 
 MOST = 2**24  # tokens: beyond, positions are not exact in float32
-SETTINGS = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
+SETTINGS = (
+    "max_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "repetition_penalty",
+    "seed",
+    "ignore_eod",
+)
 LONGEST = 1 << 26  # bytes of prompts
 
 logger = logging.getLogger("megatron.generate")
@@ -61,6 +69,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--samples", type=number(1, MOST), default=1, metavar="N", help=samples)
     stop = "end before this string; may be given several times; \\n is a line feed"
     add("--stop", action="append", default=[], metavar="TEXT", help=stop)
+    ignore_eod = "continue beyond the end of a document"
+    add("--ignore-eod", action="store_true", help=ignore_eod)
     add("--no-cache", action="store_true", help="compute all tokens again for each new one")
     add_attention(parser, default=argparse.SUPPRESS)
     dtype = "of the model; tables stay float32"

@@ -47,7 +47,6 @@ ENDED = {
     "--max-document-mb": "cut documents of more than 256 MB",
     "--max-unpack-ratio": "leave it out",
     "--task-args": "docs/tasks.md prints a problem",
-    "--ignore-eod": "export the checkpoint and use transformers' generate",
 }
 """Options and choices that have ended, and what to use instead."""
 

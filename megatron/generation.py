@@ -57,9 +57,10 @@ def generated(
     top_p: float | None,
     seed: int,
     samples: int = 1,
+    ignore_eod: bool = False,
     **settings: Any,
 ) -> list[list[int]]:
-    """The new tokens of each sample, without the end of the document.
+    """The new tokens of each sample, up to the end of the document or, with ignore_eod, beyond.
 
     settings: others of transformers' GenerationConfig, such as repetition_penalty
     """
@@ -82,13 +83,15 @@ def generated(
         settings |= {"do_sample": True, "temperature": temperature}
         settings |= {"top_k": top_k or 0, "top_p": 1.0 if top_p is None else top_p}
     without_text = list(range(tokenizer.vocab_size, model.vocab))  # rows that pad the embedding
-    end = {"eos_token_id": tokenizer.eod, "pad_token_id": tokenizer.eod}
+    end = None if ignore_eod else tokenizer.eod
     inputs = torch.tensor([ids], device=model.word_embeddings.weight.device)
     torch.manual_seed(seed)
     training = model.training
     try:
         config = GenerationConfig(
-            **end | settings,
+            **settings,
+            eos_token_id=end,
+            pad_token_id=tokenizer.eod,
             max_new_tokens=max_new_tokens,
             num_return_sequences=samples,
             suppress_tokens=without_text or None,
@@ -103,7 +106,7 @@ def generated(
     finally:
         model.train(training)
     new = texts[:, len(ids) :].tolist()
-    return [text[: text.index(tokenizer.eod)] if tokenizer.eod in text else text for text in new]
+    return [text[: text.index(end)] if end in text else text for text in new]
 
 
 def as_transformers(model: GPT) -> Any:

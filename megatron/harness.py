@@ -2,16 +2,13 @@
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from megatron.config import Config
-from megatron.data.tokenizers.build import SentencePieces
 from megatron.data.tokenizers.hugging_face import Subwords
-from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.errors import UserError, in_words
 from megatron.evaluation.evaluate_checkpoint import variants
 from megatron.evaluation.loaded_run import opened_with_tokenizer, variant
@@ -19,7 +16,7 @@ from megatron.evaluation.methods import MeasuredAttention
 from megatron.evaluation.options import DTYPES, Options
 from megatron.files import check_output, write_text
 from megatron.generation import as_transformers
-from megatron.interop.export import tokenizer_files
+from megatron.interop.export import transformers_tokenizer
 from megatron.parallel.grid import device_alone
 from megatron.parallel.threads import count_parameters, use_threads
 
@@ -74,6 +71,8 @@ def evaluate_tasks(
     device = device_alone()
     model.to(device, DTYPES[options.dtype])
     use_threads(count_parameters(model), device)
+    if not isinstance(tokenizer, Subwords):
+        raise UserError(f"--tasks: {tokenizer.name} has no tokenizer.json, which tasks need")
     theirs = transformers_tokenizer(tokenizer, trained.tokenizer)
 
     tables = []
@@ -99,18 +98,3 @@ def evaluate_tasks(
         words = [f"{key} {value}" for key, value in variant(attention).items()]
         tables.append(f"{', '.join([f'{length} tokens', *words])}\n{make_table(results)}")
     return "\n".join(tables), output
-
-
-def transformers_tokenizer(tokenizer: Tokenizer, record: Mapping[str, Any]) -> Any:
-    """transformers' tokenizer with the ids of ours. record: its entry in checkpoint.json
-
-    UserError for tokenizers without a tokenizer.json.
-    """
-    from transformers import AutoTokenizer
-
-    if not isinstance(tokenizer, Subwords | SentencePieces):
-        raise UserError(f"--tasks: {tokenizer.name} has no tokenizer.json, which tasks need")
-    with TemporaryDirectory() as folder:
-        for name, text in tokenizer_files(tokenizer, record, Path(folder)).items():
-            Path(folder, name).write_text(text, encoding="utf-8")
-        return AutoTokenizer.from_pretrained(folder)

@@ -38,7 +38,6 @@ class Windows:
         are drawn and not cut, as in paper and task
     separate: whether each window has blocks of its own; else a block of 512 scored targets may
         span windows, as long as its targets follow each other in the text
-    edges: [buckets + 1] positions between which a mean loss of its own is wanted; empty for none
     facts: keys of the protocol for the row that depend on the length, such as {"stride": 256}
     answers: whether it also counts how often the argmax is right, as in a task
     """
@@ -48,7 +47,6 @@ class Windows:
     scored: Sequence[np.ndarray]
     starts: Sequence[int] = ()
     separate: bool = False
-    edges: tuple[int, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
     answers: bool = False
 
@@ -253,30 +251,30 @@ def first_tokens(tokens: Any, documents: Iterable[int], count: int) -> np.ndarra
 class Option:
     """An option of a protocol: `--name N` of evaluate.py, and the key `name` of sweeps and rows.
 
-    readers: the protocols that have it as a field; words: for --help; most: its largest value
+    readers: the protocols that have it as a field; most: its largest value
     row: setting, a key of rows that are compared with each other only where it is equal; place, one
         that may differ between the lengths of a table; none, no key
     """
 
     readers: tuple[str, ...]
-    words: str
+    help: str
     most: int
     least: int = 1
     row: str = "setting"
 
-    @property
-    def help(self) -> str:
-        """Such as "tail: scored tokens of a window; default: 256"."""
-        return f"{' and '.join(self.readers)}: {self.words}"
-
 
 TASK = "task"  # the protocol of problems whose answers are counted
 OPTIONS = {
-    "windows": Option(("paper", TASK), "windows per length; default: 320", 10**6, row="none"),
-    "start": Option(("paper",), "first window; default: 0", MOST, least=0),
-    "tail": Option(("tail",), "scored tokens of a window; default: 256", MOST_TOKENS),
+    "windows": Option(
+        ("paper", TASK), "paper and task: windows per length; default: 320", 10**6, row="none"
+    ),
+    "start": Option(("paper",), "paper: first window; default: 0", MOST, least=0),
+    "tail": Option(("tail",), "tail: scored tokens of a window; default: 256", MOST_TOKENS),
     "stride": Option(
-        ("sliding",), "tokens that windows move by; default: half of each", MOST_TOKENS, row="place"
+        ("sliding",),
+        "sliding: tokens that windows move by; default: half of each",
+        MOST_TOKENS,
+        row="place",
     ),
 }
 
@@ -385,10 +383,9 @@ class Position(EqualTokens):
         return [request.longest]
 
     def windows_at(self, text: HeldOutText, length: int) -> Windows:
-        fine = [0, *(2**power for power in range(6))]
-        edges = {*fine, *range(BUCKET, length, BUCKET), *text.lengths}
-        edges_in_window = sorted(edge for edge in edges if edge <= length)
-        return replace(super().windows_at(text, length), edges=tuple(edges_in_window))
+        edges = {0, 1, 2, 4, 8, 16, 32, *range(BUCKET, length, BUCKET), *text.lengths}
+        facts = {"position_edges": sorted(edge for edge in edges if edge <= length)}
+        return replace(super().windows_at(text, length), facts=facts)
 
 
 @dataclass(frozen=True)

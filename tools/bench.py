@@ -7,14 +7,13 @@ Without names, every encoding is measured with the options of its file in config
 rotary first. A step is forward, backward, clipping and torch's fused AdamW, in float32 on the CPU
 and in bfloat16 on CUDA; DeepSpeed and the loader are not in it. Attention has no projections.
 
-Every round runs each encoding once, beginning with another one. A ratio is to the first line in the
-same round; the table shows the median. On the CPU the clock is CPU time of all threads. Memory is
-what a call takes beyond its inputs; on the CPU, how far the process grows.
+Every round runs each encoding once. A ratio is to the first line in the same round; the table shows
+the median. On the CPU the clock is CPU time of all threads. Memory is what a call takes beyond its
+inputs; on the CPU, how far the process grows.
 """
 
 import argparse
 import ctypes
-import platform
 import re
 import sys
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
@@ -35,7 +35,6 @@ from megatron.cli_errors import command_parser, guarded
 from megatron.commit import commit
 from megatron.conformance.subject import Subject
 from megatron.files import ROOT
-from megatron.model import GPT
 from megatron.model.block import attend_with_encoding
 from megatron.model.gpt import LayerPlan, attention_inputs
 from megatron.model.settings import AttentionSettings
@@ -44,7 +43,17 @@ from megatron.positions import REGISTRY, options_of
 ON_GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
 SHORTEST = 0.02  # seconds that one measurement lasts at least, by repeating the call
-SIZES = {"hidden": 768, "layers": 12, "heads": 12, "vocab": 50304, "train_length": 512}
+SIZES = {
+    "threads": torch.get_num_threads(),
+    "rounds": 9,
+    "batch": 32 if ON_GPU else 1,
+    "length": 4096,
+    "hidden": 768,
+    "layers": 12,
+    "heads": 12,
+    "vocab": 50304,
+    "train_length": 512,
+}
 PLAIN, FLEX = "plain attention", ", flex_attention"
 Call = Callable[[], Any]
 Settings = dict[str, Any]
@@ -58,12 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     lengths = "measure attention alone at these lengths, beside scaled_dot_product_attention"
     add("--attention", nargs="+", type=int, default=[], metavar="L", help=lengths)
     add("--flex", action="store_true", help="with --attention: also torch's, compiled")
-    threads = "on the CPU; 1 gives the least noise"
-    add("--threads", type=int, default=torch.get_num_threads(), metavar="N", help=threads)
-    add("--rounds", type=int, default=9, metavar="N", help="default: %(default)s")
-    batch = "windows of a step; default: %(default)s"
-    add("--batch", type=int, default=32 if ON_GPU else 1, metavar="WINDOWS", help=batch)
-    add("--length", type=int, default=4096, metavar="L", help="tokens to evaluate")
     for name, size in SIZES.items():
         add(f"--{name}", type=int, default=size, help="default: %(default)s")
     options = parser.parse_args(argv)
@@ -74,9 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         longest = max(options.length, options.train_length, *options.attention)
         for name in ["rotary", *sorted(REGISTRY)]:
             settings[name] = options_in_file(name, longest)
-    hardware = torch.cuda.get_device_name() if ON_GPU else platform.processor() or "CPU"
-    print(f"`python {' '.join(sys.argv)}`  \n{hardware}, torch {torch.__version__},", end=" ")
-    print(f"threads {options.threads}, commit {commit()}, {time.strftime('%Y-%m-%d')}\n")
+    print(f"`python {' '.join(sys.argv)}`: torch {torch.__version__}, commit {commit()}\n")
 
     groups = {
         f"step of {options.batch} x {options.train_length} tokens": partial(step, options),
@@ -105,19 +106,13 @@ def options_in_file(name: str, longest: int) -> Settings:
 
 
 def subject(options: argparse.Namespace, name: str, settings: Settings) -> Subject:
-    heads = options.heads
-    sizes = heads, options.hidden // heads, options.train_length, options.vocab
-    return Subject(name, settings, *sizes)
-
-
-def model(options: argparse.Namespace, name: str, settings: Settings) -> GPT:
-    gpt = subject(options, name, settings).gpt(layers=options.layers)
-    gpt.to(DEVICE, DTYPE).positions.float()
-    return gpt
+    features = options.hidden // options.heads
+    return Subject(name, settings, options.heads, features, options.train_length, options.vocab)
 
 
 def step(options: argparse.Namespace, name: str, settings: Settings) -> Call:
-    gpt = model(options, name, settings).train()
+    gpt = subject(options, name, settings).gpt(layers=options.layers).train()
+    gpt.to(DEVICE, DTYPE).positions.float()
     ids = torch.randint(options.vocab, (options.batch, options.train_length + 1), device=DEVICE)
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
 
@@ -131,7 +126,8 @@ def step(options: argparse.Namespace, name: str, settings: Settings) -> Call:
 
 
 def evaluation(options: argparse.Namespace, name: str, settings: Settings) -> Call:
-    gpt = model(options, name, settings)
+    gpt = subject(options, name, settings).gpt(layers=options.layers)
+    gpt.to(DEVICE, DTYPE).positions.float()
     ids = torch.randint(options.vocab, (1, options.length + 1), device=DEVICE)
     return torch.inference_mode()(partial(gpt, ids[:, :-1], labels=ids[:, 1:]))
 
@@ -177,36 +173,33 @@ def measure(
     title: str, make: Callable[[str, Settings], Call], encodings: dict[str, Settings], rounds: int
 ) -> bool:
     """Print a table of what the encodings' calls take; whether all of them can run."""
-    running, peaks, reasons = [], {}, {}
+    timers, times, peaks, reasons = {}, {}, {}, {}
+    clock = synchronized if ON_GPU else time.process_time  # the first waits until the GPU is idle
     for name, settings in encodings.items():
         print(name, file=sys.stderr, flush=True)
         try:
             call = make(name, settings)
             call()
+            peaks[name] = peak(call)
         except Exception as fault:  # of an encoding, a compiler or a device
             reasons[name] = str(fault).partition("\n")[0]
             continue
-        peaks[name] = peak(call)
-        # On the CPU the time of all threads; `synchronized` waits until a GPU is idle.
-        clock = synchronized if ON_GPU else time.process_time
         threads = torch.get_num_threads()
         timer = Timer("call()", timer=clock, globals={"call": call}, num_threads=threads)
-        running.append((name, timer, 1 + int(SHORTEST / max(timer.timeit(1).mean, 0.0002))))
-    times = {name: [] for name in peaks}
+        repeats = 1 + int(SHORTEST / max(timer.timeit(1).mean, 0.0002))
+        timers[name] = partial(timer.timeit, repeats)
+        times[name] = []
     for _ in range(rounds):
-        for name, timer, repeats in running:
-            times[name].append(1000 * timer.timeit(repeats).mean)
-        running = [*running[1:], *running[:1]]
+        for name, timeit in timers.items():
+            times[name].append(1000 * timeit().mean)
 
     print(f"#### {title}\n\n|  | ms | time | MiB |\n| --- | ---: | ---: | ---: |")
-    first = next(iter(times.values()), [])
-    for name in encodings:
-        if name in reasons:
-            print(f"| {name} | {reasons[name]} | - | - |")
-            continue
-        ratio = np.median(np.divide(times[name], first))
+    for name, reason in reasons.items():
+        print(f"| {name} | {reason} | - | - |")
+    for name, milliseconds in times.items():
+        ratio = np.median(np.divide(milliseconds, next(iter(times.values()))))
         mebibytes = peaks[name] / 2**20
-        print(f"| {name} | {np.median(times[name]):,.2f} | {ratio:.3g} | {mebibytes:,.0f} |")
+        print(f"| {name} | {np.median(milliseconds):,.2f} | {ratio:.3g} | {mebibytes:,.0f} |")
     print(flush=True)
     return not reasons
 
@@ -219,16 +212,11 @@ def peak(call: Call) -> int:
         call()
         return torch.cuda.max_memory_allocated() - before
     ctypes.CDLL(None).malloc_trim(0)  # what earlier calls freed is no longer this process's
-    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
-    before = resident_peak()
+    before = psutil.Process().memory_info().rss
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten, unlike ru_maxrss
     call()
-    return resident_peak() - before
-
-
-def resident_peak() -> int:
-    """The most bytes that this process had since its peak was forgotten, unlike ru_maxrss."""
     status = Path("/proc/self/status").read_text()
-    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024
+    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024 - before
 
 
 if __name__ == "__main__":

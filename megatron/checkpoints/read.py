@@ -111,16 +111,13 @@ def tensors_of(file: Path) -> Iterator[tuple[str, Tensor]]:
 def fill(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Give a model all its weights, float32, by their names.
 
-    Raises ValueError for one that is missing, left over, or of another shape or type.
+    Raises ValueError for one that is missing, left over, or of another shape.
     """
     missing = model.state_dict()
     for name, weight in weights:
         parameter = missing.pop(name, None)
         if parameter is None:
             raise ValueError(f"{name} is left over")
-        if weight.dtype != parameter.dtype:  # torch would convert it without a word
-            kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in (weight, parameter)]
-            raise ValueError(f"{name} is {', not '.join(kinds)}")
         if weight.shape != parameter.shape:
             raise ValueError(f"{name} is {list(weight.shape)}, not {list(parameter.shape)}")
         parameter.copy_(weight)

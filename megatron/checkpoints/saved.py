@@ -27,8 +27,6 @@ from megatron.files import read_small, remove
 logger = logging.getLogger(__name__)
 
 LONGEST_POINTER = 4096  # bytes of `latest`
-# Files of Hugging Face and of GPT-NeoX.
-OF_OTHERS = ("config.json", "layer_*-model_*.pt")
 
 
 def folder_of(run: Path, step: int) -> Path:
@@ -95,12 +93,10 @@ def find(folder: str | Path, step: int | None = None) -> Path:
         return folder_of(folder, number)
     number = "N" if step is None else step
     steps = ", ".join(map(str, existing)) or "none"
-    cure = "check load and the step"
-    if any(next(folder.glob(pattern), None) for pattern in OF_OTHERS):
-        cure = f"tools/import_checkpoint.py {folder} -o RUN brings in what other programs wrote"
     raise UserError(
         f"checkpoint: looked for global_step{number}/{RECORD} in {folder},"
-        f" steps there: {steps} - {cure}"
+        f" steps there: {steps} - check load and the step, or bring in what other programs wrote by"
+        f" tools/import_checkpoint.py {folder} -o RUN"
     )
 
 

@@ -17,18 +17,20 @@ from megatron.checkpoints.read import load_model
 from megatron.checkpoints.saved import find, folder_of, step_of
 from megatron.config import Config
 from megatron.config.schema import as_list
-from megatron.data.parts import Part, open_parts
+from megatron.data.parts import Part, name_of, open_parts
 from megatron.data.samples import build_split, split_documents
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.evaluation.loaded_run import (
+    PREPARE,
     LoadedRun,
     checkpoint_folder,
     loaded_run,
     measurable,
     on_text,
+    variant,
 )
-from megatron.evaluation.methods import MeasuredAttention, faults_of, method_of
+from megatron.evaluation.methods import MeasuredAttention, method_of
 from megatron.evaluation.options import (
     DTYPES,
     Options,
@@ -82,13 +84,9 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
     run = loaded_run(config, options.checkpoint, options.step)
     config, grid = run.config, here()
     size = config.parallel.context_parallel_size
+    # The checkpoint's training may have had other processes.
     if grid.ranks % size == 0 or "context_parallel_size" in config.chosen:
         grid = grid.sharing(size)
-    elif grid.first:  # the checkpoint's training had other processes
-        logger.info(
-            f"context_parallel_size: {size} does not divide {grid.ranks} process(es), so each"
-            " computes whole windows"
-        )
     use_threads(count_parameters(run.model), grid.device)
     return measured_rows(run, options, grid, context_of(grid, "all_gather"))
 
@@ -205,16 +203,34 @@ def jobs_of(run: LoadedRun, options: Options, context_ranks: int) -> Iterator[Jo
         )
     for tokens in run.texts.files:
         windows_of = windows_of_text(run.config, run.trained, options, run.texts, tokens)
+        vocab = run.record["vocab"]
+        for _, lengths in windows_of.values():
+            highest = max(int(ids.max()) for windows in lengths for ids in windows.ids)
+            if highest >= vocab:
+                raise UserError(
+                    f"data_path: holds token {highest}, {run.path} knows the tokens 0 to"
+                    f" {vocab - 1} - {PREPARE}"
+                )
         for attention, name in itertools.product(attentions, windows_of):
             protocol, windows = windows_of[name]
-            for each in windows:
-                run.check_known_tokens(each.ids)
-            words = [name] if name != "equal_tokens" else []
+            # Another corpus, part or variant replaces nothing. The window stands there as it was
+            # asked for: a name must not change when the code does, or no measurement could go on.
+            words = [tokens.prefix.name, run.texts.name, run.path.name]
+            words += [name] if name != "equal_tokens" else []
             words += [options.dtype] if options.dtype != "fp32" else []
-            output = options.output or run.default_output(tokens, attention, words)
+            for key, value in variant(attention).items():
+                words.append(key if value is True else f"{key}={value}")
+            usual = run.path.parent / "evaluation" / f"{'-'.join(words)}.jsonl"
+            output = options.output or usual
             check_output(output, LINES)
             existing_results(output)  # refuses a file of other rows before anything is measured
-            facts = run.facts_of_text(name, tokens) | protocol.facts
+            facts = {
+                "corpus": name_of(tokens),
+                "part": run.texts.name,
+                "split": run.texts.split,
+                "protocol": name,
+                **protocol.facts,
+            }
             yield Job(output, tokens, attention, facts, windows)
 
 
@@ -265,8 +281,6 @@ def row_of(
 ) -> tuple[Row, bool]:
     """The row of one length, and whether it is new: an existing one is kept that answers it."""
     question = facts | windows.facts | {"length": windows.length, "text": windows.text}
-    if windows.edges:  # means between other positions are another answer
-        question["position_edges"] = list(windows.edges)
     existing_row = answer(question, existing_rows)
     keep = windows.whole(options.keep_losses) if options.keep_losses else 0
     row = existing_row
@@ -327,25 +341,21 @@ def variants(
 ) -> list[MeasuredAttention]:
     """The settings with every combination of the values that the options ask for.
 
-    Raises UserError with all that is wrong with sinks, clipped distances and methods.
+    Raises UserError for sinks, clipped distances and methods that do not fit.
     """
     values = options.attention_values
     combinations: dict[MeasuredAttention, None] = {}
-    faults: dict[str, None] = {}
     for combination in itertools.product(*values.values()):
         chosen = dict(zip(values, combination, strict=True))
         if "window" in chosen:
             chosen["window_layers"] = ()
         settings = replace(attention, **chosen)
-        wrong = dict.fromkeys(faults_of(settings, positions, train_length))
-        faults |= wrong
-        if settings.method is not None and not wrong:
+        settings.check(positions, train_length)
+        if settings.method is not None:
             # With all of its options, so that equal ones have equal rows.
             method = method_of(settings.method, train_length)
             settings = replace(settings, method=method.text)
         combinations[settings] = None
-    if faults:
-        raise UserError("\n".join(faults))
     return list(combinations)
 
 

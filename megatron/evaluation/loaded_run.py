@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import torch
 
 from megatron.checkpoints.manifest import TOKENIZER, imported_class, weights_of
 from megatron.checkpoints.read import load_for_evaluation
@@ -17,7 +16,7 @@ from megatron.checkpoints.saved import find
 from megatron.commit import commit
 from megatron.config import Config
 from megatron.config.load import DATA_PATHS
-from megatron.data.parts import Part, name_of, open_parts
+from megatron.data.parts import Part, open_parts
 from megatron.data.tasks import TaskText
 from megatron.data.tokenizers.build import build_tokenizer, needs_files
 from megatron.data.tokenizers.tokenizer import Tokenizer
@@ -84,10 +83,8 @@ class LoadedModel:
         token = self.tokenizer.get("bos_token")
         return {} if token is None else {"bos_token": token}
 
-    def tokenizer_with(
-        self, expected: str | None, prefixes: Iterable[Path]
-    ) -> tuple[Tokenizer | None, tuple[str, ...]]:
-        """The tokenizer with this hash, and what is wrong with the files that are not it.
+    def tokenizer_with(self, expected: str | None, prefixes: Iterable[Path]) -> Tokenizer | None:
+        """The tokenizer with this hash, or None.
 
         Its files are looked for as given, as in training, in the run's folder, which may have been
         moved, and beside token files.
@@ -95,24 +92,14 @@ class LoadedModel:
         places: list[TokenizerFiles] = [(self.tokenizer.get("type") or "", None, None)]
         for data in (self.config.data, self.trained.data):
             files = data.vocab_file, data.merge_file
-            in_run = [self.path.parent / TOKENIZER / Path(file or "").name for file in files]
-            vocab, merges = (str(copy) if copy.is_file() else None for copy in in_run)
+            folder = self.path.parent / TOKENIZER
+            vocab, merges = (file and str(folder / Path(file).name) for file in files)
             places.append((data.tokenizer_type, *files))
             places.append((data.tokenizer_type, vocab, merges))
         places = [place for place in places if place[0] and (place[1] or not needs_files(place[0]))]
         for prefix in prefixes:
             places.append(("HFTokenizer", str(prefix.with_name(BESIDE_TOKENS)), None))
         return _tokenizer(tuple(dict.fromkeys(places)), expected, self.record["vocab"])
-
-    def check_known_tokens(self, windows: Iterable[np.ndarray]) -> None:
-        """Raises UserError if the text holds a token that the embedding does not have."""
-        vocab = self.record["vocab"]
-        highest = max(int(ids.max()) for ids in windows)
-        if highest >= vocab:
-            raise UserError(
-                f"data_path: holds token {highest}, {self.path} knows the tokens 0 to {vocab - 1}"
-                f" - {PREPARE}"
-            )
 
     def facts(self, attention: MeasuredAttention) -> Facts:
         """The keys of every row about the model, as it now is, and about the code."""
@@ -157,28 +144,6 @@ class LoadedRun(LoadedModel):
 
     texts: Part
 
-    def default_output(
-        self, tokens: TokenFile, attention: MeasuredAttention, words: Iterable[str]
-    ) -> Path:
-        """A file in the run's folder, named by what is measured.
-
-        So another corpus, part or variant replaces nothing. The window stands there as it was
-        asked for: a name must not change when the code does, or no measurement could go on.
-        """
-        name = [tokens.prefix.name, self.texts.name, self.path.name, *words]
-        for key, value in variant(attention).items():
-            name.append(key if value is True else f"{key}={value}")
-        return self.path.parent / "evaluation" / ("-".join(name) + ".jsonl")
-
-    def facts_of_text(self, protocol: str, tokens: TokenFile) -> Facts:
-        """The keys of every row about the text."""
-        return {
-            "corpus": name_of(tokens),
-            "part": self.texts.name,
-            "split": self.texts.split,
-            "protocol": protocol,
-        }
-
     def bytes_of_text(self, tokens: TokenFile, windows: Windows, loss: float | None) -> Facts:
         """bytes, bytes_from and bits_per_byte of the scored targets; {} without the tokenizer.
 
@@ -190,12 +155,12 @@ class LoadedRun(LoadedModel):
         sizes = None
         writer = tokens.meta.get("tokenizer") or self.tokenizer
         if writer.get("hash") and not windows.answers:
-            tokenizer, _ = self.tokenizer_with(writer["hash"], [tokens.prefix])
+            tokenizer = self.tokenizer_with(writer["hash"], [tokens.prefix])
             sizes = tokenizer and tokenizer.token_bytes()
         if sizes is None:
             return {}
         targets = np.concatenate(windows.targets)
-        size = int(sizes[targets[targets < len(sizes)]].sum())  # rows may be padded
+        size = int(sizes[targets].sum())
         if not size:  # only ends of documents were scored
             return {}
         bits = None if loss is None else bits_per_byte(loss, len(targets), size)
@@ -205,21 +170,15 @@ class LoadedRun(LoadedModel):
 @cache
 def _tokenizer(
     places: Sequence[TokenizerFiles], expected: str | None, vocab: int
-) -> tuple[Tokenizer | None, tuple[str, ...]]:
-    """The first tokenizer of this hash for a model of `vocab` rows, and why others are not it."""
-    faults = []
+) -> Tokenizer | None:
+    """The first tokenizer of this hash for a model of `vocab` rows."""
     for place in places:
-        kind, file, _ = place
-        try:
+        with contextlib.suppress(UserError):
             tokenizer = build_tokenizer(*place)
-        except UserError as fault:
-            faults.append(str(fault))
-            continue
-        is_unknown = expected is None and tokenizer.vocab_size <= vocab
-        if tokenizer.hash == expected or is_unknown:
-            return tokenizer, ()
-        faults.append(f"{file or kind}: is another tokenizer, {tokenizer.hash}")
-    return None, tuple(faults)
+            is_unknown = expected is None and tokenizer.vocab_size <= vocab
+            if tokenizer.hash == expected or is_unknown:
+                return tokenizer
+    return None
 
 
 def loaded_model(config: Config | None, folder: str | Path | None, step: int | None) -> LoadedModel:
@@ -235,15 +194,7 @@ def measurable(
     """A model with the settings of its measurement; see `LoadedModel`.
 
     config: the configuration given; None for that of the training
-    Raises UserError for weights that are not finite.
     """
-    for name, weights in model.named_parameters():
-        if not torch.isfinite(weights).all():
-            raise UserError(
-                f"{path}: {name} holds numbers that are not finite - the training diverged"
-                " before it was saved; give an earlier --step, or train with a lower lr"
-            )
-
     # Unless the configuration says so itself, documents are kept apart as in training.
     config = config or trained
     values = {}
@@ -287,15 +238,14 @@ def tokenizer_of(trained: LoadedModel) -> Tokenizer:
     prefixes: list[str] = []
     for data in (trained.config.data, trained.trained.data):
         prefixes += filter(None, (data.data_path, *data.train_data_paths))
-    tokenizer, faults = trained.tokenizer_with(expected, map(Path, prefixes))
+    tokenizer = trained.tokenizer_with(expected, map(Path, prefixes))
     if tokenizer is not None:
         return tokenizer
     words = f"{description.get('type', 'unknown')} {expected or ''}".strip()
-    message = (
+    raise UserError(
         f"vocab_file: the tokenizer that {trained.path} learned with ({words}) is not found"
         " - give its files: tokenizer_type=… vocab_file=… and, for GPT2BPETokenizer, merge_file=…"
     )
-    raise UserError("\n  ".join([message, *faults]))
 
 
 def loaded_run(config: Config | None, folder: str | Path | None, step: int | None) -> LoadedRun:
@@ -331,12 +281,6 @@ def on_text(loaded: LoadedModel) -> LoadedRun:
     if texts.weights and trained_on:  # as a whole, it holds the training's share
         trained_whole = (trained_on,)
     trained_places = {place_of(corpus) for corpus in trained_whole}
-    names = [name_of(tokens) for tokens in texts.files]
-    if len({*names}) < len(names):
-        raise UserError(
-            f"{texts.name}_data_paths: two corpora have one name in results ({', '.join(names)})"
-            " - evaluate one at a time"
-        )
     for tokens in texts.files:
         writer = tokens.meta.get("tokenizer") or {}
         hashes = writer.get("hash"), loaded.tokenizer.get("hash")
@@ -357,7 +301,7 @@ def on_text(loaded: LoadedModel) -> LoadedRun:
     task, *_ = texts.files
     if isinstance(task, TaskText) and task.filler:
         writer = task.filler.meta.get("tokenizer") or loaded.tokenizer
-        tokenizer, _ = loaded.tokenizer_with(writer.get("hash"), [task.filler.prefix])
+        tokenizer = loaded.tokenizer_with(writer.get("hash"), [task.filler.prefix])
         in_words = replace(task, tokenizer=tokenizer)
         texts = replace(texts, files=(cast(TokenFile, in_words),))
     return LoadedRun(loaded.model, trained, config, path, loaded.record, texts)

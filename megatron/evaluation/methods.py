@@ -214,23 +214,18 @@ class Method:
             except UserError as fault:
                 return str(fault)
             return None
-        has = position.has
-        reasons = {
-            "its bias by distance has no value between whole distances": (
-                self.kind.between and has_table(position)
-            ),
-            "it changes all scores of a query by their content": has("on_scores"),
-            "its scores depend on the tokens between query and key": has("block_scores"),
-            "it adds positions to the embeddings, where they stay": position.changes_embeddings,
-            "its bias depends on the places of both tokens, not on their distance": (
-                has("index_bias")
-            ),
-            "its queries and keys are known at their own positions alone": not position.movable,
-            "it turns queries and keys by their content too": (
-                has("on_queries_keys") and has("on_queries_keys_by_content")
-            ),
-        }
-        return next((reason for reason, applies in reasons.items() if applies), None)
+        if self.kind.between and has_table(position):
+            return "its bias by distance has no value between whole distances"
+        hooks = ("on_scores", "block_scores", "index_bias")
+        turns_by_content = position.has("on_queries_keys_by_content")
+        if (
+            any(position.has(hook) for hook in hooks)
+            or position.changes_embeddings
+            or not position.movable
+            or (position.has("on_queries_keys") and turns_by_content)
+        ):
+            return "its scores depend on more than the distance between query and key"
+        return None
 
     def attend(self, text: Text) -> Tensor:
         """The output of attention over a text: [batch, heads, queries, head_dim]."""
@@ -444,14 +439,10 @@ def faults_of(
     near_keys = method.near_keys
     if near_keys is not None:
         hides = method.name in ("lm_infinite", "dual_chunk")
-        beside = {
-            "blockwise": attention.blockwise,
-            "--clip-distance": is_named and clip is not None,
-            "this --window": is_named and lengths and (hides or min(lengths) <= near_keys),
-        }
-        for name, is_set in beside.items():
-            if is_set:
-                yield f"{where}: has no meaning beside {name}; leave that out"
+        too_short = bool(lengths) and (hides or min(lengths) <= near_keys)
+        if attention.blockwise or (is_named and (clip is not None or too_short)):
+            beside = "blockwise, --clip-distance or this --window"
+            yield f"{where}: has no meaning beside {beside}; leave that out"
     if method.kind.needs is not None and not any(position.rotates for position in positions):
         yield f"{where}: {names} do not turn queries and keys by position; take rotary"
         return

@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -80,12 +80,6 @@ class Options:
         return {name: protocol_of(name, self.protocol_options) for name in names}
 
 
-def option_names() -> list[str]:
-    """The options of evaluate.py beside tasks, as sweeps spell them."""
-    names = [option.name for option in fields(Options) if option.default is not MISSING]
-    return [*names, *OPTIONS, *VARIED]
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The words of evaluate.py beside files, settings and tasks."""
     add = parser.add_argument
@@ -138,9 +132,7 @@ def words_of(options: Mapping[str, Any]) -> list[str]:
     """The command line of options as YAML has them: {protocol: [tail, gap], window: 512}."""
     words = []
     for key, value in options.items():
-        if value is False and isinstance(getattr(Options, key, None), bool):
-            continue
-        values = [] if value is True else value if isinstance(value, list) else [value]
+        values = value if isinstance(value, list) else [value]
         words += ["--" + key.replace("_", "-"), *map(str, values)]
     return words
 

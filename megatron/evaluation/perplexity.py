@@ -201,8 +201,8 @@ def numbers_of(
         return numbers
 
     # Each window is summed by itself, so that neither its batch nor its process changes its sum.
-    edges = windows.edges[:-1] or (0,)
-    sums = np.array([np.add.reduceat(window[0], edges) for window in losses])  # [windows, buckets]
+    edges = windows.facts.get("position_edges", [0, None])
+    sums = np.array([np.add.reduceat(window[0], edges[:-1]) for window in losses])
     loss = float(sums.sum()) / tokens
     if not math.isfinite(loss):
         return numbers | {"reason": f"the loss is {loss}"}
@@ -231,8 +231,7 @@ def numbers_of(
         numbers["window_tokens"] = counts.tolist()
     if (block_counts != BLOCK).any():
         numbers["block_tokens"] = block_counts.tolist()
-    if windows.edges:
-        position_means = sums.mean(axis=0) / np.diff(windows.edges)
-        numbers["position_edges"] = list(windows.edges)
+    if "position_edges" in windows.facts:
+        position_means = sums.mean(axis=0) / np.diff(edges)
         numbers["position_losses"] = position_means.round(DIGITS).tolist()
     return numbers

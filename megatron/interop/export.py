@@ -12,7 +12,7 @@ import jinja2
 import torch
 import yaml
 from safetensors import SafetensorError
-from tokenizers import Regex, Tokenizer, decoders, normalizers, processors
+from tokenizers import Tokenizer, processors
 from torch import Tensor
 
 from megatron.checkpoints.manifest import SETTINGS, imported_class, write_record
@@ -21,7 +21,7 @@ from megatron.config import Config
 from megatron.config.config import COPY
 from megatron.config.schema import INPUTS, KEYS, file_names, plain
 from megatron.data.tokenizers.build import SentencePieces
-from megatron.data.tokenizers.hugging_face import BESIDE, METASPACE, WHOLE, Subwords
+from megatron.data.tokenizers.hugging_face import Subwords
 from megatron.errors import UserError, cannot_write
 from megatron.evaluation.loaded_run import loaded_model, tokenizer_of
 from megatron.files import folder_beside, umask
@@ -39,10 +39,7 @@ NOT_KEPT = ("attention_backend", "attention_self_check")
 """Settings of attention that change no number."""
 COMPARED = 64  # last tokens of a text whose logits are compared
 SHARD = "5GB"
-NO_LIMIT = 10**9  # of tokens: transformers warns about texts that are longer
 CARD = "README.md"
-# Spaces, forms of letters and unknown characters may be treated otherwise.
-SAMPLE = "  two\tspaces \n\n a  Größe ﬁ ½ e\u0301 你好 🙂 's 12345 f(x):\n    return "
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 PUBLISHED = (
     "step",
@@ -107,7 +104,9 @@ def export(run: str | Path, folder: str | Path, *, step: int | None = None) -> E
     except UserError as fault:
         logger.warning("%s", fault)
         notes.append("No tokenizer: its files were not found.")
-    if tokenizer is not None and not isinstance(tokenizer, Subwords | SentencePieces):
+    if isinstance(tokenizer, SentencePieces):
+        notes.append(f"Load {PIECES} by sentencepiece: transformers may give spaces other ids.")
+    elif tokenizer is not None and not isinstance(tokenizer, Subwords):
         notes.append(f"No tokenizer: {tokenizer.name} has no tokenizer.json.")
     form = form_of(model, exported)
     end = trained.tokenizer.get("eod")
@@ -117,16 +116,13 @@ def export(run: str | Path, folder: str | Path, *, step: int | None = None) -> E
     }
     try:
         with folder_beside(folder) as temporary:
-            files: dict[str, str] = {}
-            if isinstance(tokenizer, Subwords | SentencePieces):
-                try:
-                    files = tokenizer_files(tokenizer, trained.tokenizer, temporary)
-                except UserError as fault:
-                    notes.append(f"No {fault}; {PIECES} is in the folder.")
+            if isinstance(tokenizer, Subwords):
+                transformers_tokenizer(tokenizer, trained.tokenizer).save_pretrained(temporary)
+            elif isinstance(tokenizer, SentencePieces):
+                (temporary / PIECES).write_bytes(tokenizer.content)
             settings = {**form.settings, **ends, "dtype": "float32"}
             texts = {
                 **form.sources,
-                **files,
                 CARD: card(form, folder.name, config, record, notes),
                 "config.json": json.dumps(settings, indent=2) + "\n",
                 "generation_config.json": json.dumps(ends, indent=2) + "\n",
@@ -139,14 +135,8 @@ def export(run: str | Path, folder: str | Path, *, step: int | None = None) -> E
                 (temporary / name).write_text(text, encoding="utf-8")
             from huggingface_hub import save_torch_state_dict  # only here: importing it takes long
 
-            # safetensors refuses a part of a larger tensor.
-            weights = {}
-            for name, tensor in form.weights.items():
-                is_part = tensor.untyped_storage().nbytes() > tensor.nbytes
-                weights[name] = tensor.clone() if is_part else tensor
             kind = {"format": "pt"}
-            save_torch_state_dict(weights, temporary, max_shard_size=SHARD, metadata=kind)
-            del weights
+            save_torch_state_dict(form.weights, temporary, max_shard_size=SHARD, metadata=kind)
             differences = compare(temporary, form, model)
             for file in temporary.iterdir():
                 file.chmod(0o666 & ~umask())  # safetensors lets only the owner read its file
@@ -227,18 +217,9 @@ def compare(folder: Path, form: ExportForm, model: GPT) -> dict[int, float]:
     import transformers  # only here: importing it takes seconds
 
     transformers.utils.logging.disable_progress_bar()
-    try:
-        theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            folder,
-            trust_remote_code=bool(form.sources),
-            dtype=torch.float32,
-            local_files_only=True,
-        )
-    except OSError as fault:  # also from a user's own file, which may need files beside it
-        raise UserError(
-            f"{form.architecture}: transformers cannot load it ({fault}) - nothing was written; a"
-            " pos_emb_file must not need other files"
-        ) from None
+    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=bool(form.sources), dtype=torch.float32, local_files_only=True
+    )
     differences = {}
     trained = model.train_length
     for length in (min(COMPARED, trained), trained + max(COMPARED, trained // 4)):
@@ -255,71 +236,30 @@ def compare(folder: Path, form: ExportForm, model: GPT) -> dict[int, float]:
     return differences
 
 
-def tokenizer_files(
-    tokenizer: Subwords | SentencePieces, record: Mapping[str, Any], folder: Path
-) -> dict[str, str]:
-    """tokenizer.json and tokenizer_config.json, which give a text the ids that ours gives it.
+def transformers_tokenizer(tokenizer: Subwords, record: Mapping[str, Any]) -> Any:
+    """transformers' tokenizer, which gives a text the ids that ours gives it.
 
     record: its entry in checkpoint.json
-    folder: the new one, which gets a SentencePiece model as it is
-    UserError if there is no such tokenizer.json.
     """
+    from transformers import PreTrainedTokenizerFast  # only here: importing it takes seconds
+
     begin = record.get("bos_token")
-    if isinstance(tokenizer, SentencePieces):
-        (folder / PIECES).write_bytes(tokenizer.content)
-        content = json.loads(converted(tokenizer, begin, folder).to_str())
-    else:
-        content = json.loads(tokenizer.to_json())
-    processor = content.get("post_processor") or {"type": "ByteLevel"}
-    adds_tokens = processor["type"] != "ByteLevel"
+    inner = Tokenizer.from_str(tokenizer.to_json())
+    adds_tokens = not isinstance(inner.post_processor, processors.ByteLevel | None)
     if begin is None and adds_tokens:
-        content["post_processor"] = None
+        inner.post_processor = None
     elif begin is not None and not adds_tokens:
-        inner = Tokenizer.from_str(json.dumps(content))
         inner.post_processor = processors.TemplateProcessing(
             single=[begin, "$A"], special_tokens=[(begin, record["bos"])]
         )
-        content = json.loads(inner.to_str())
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "add_bos_token": begin is not None,
-        "bos_token": begin or tokenizer.end_of_document,
-        "eos_token": record.get("eos_token", tokenizer.end_of_document),
-        "unk_token": None,
-        "model_max_length": NO_LIMIT,
-        "model_input_names": ["input_ids", "attention_mask"],
-        "clean_up_tokenization_spaces": False,
-    }
-    if "chat_template" in record:
-        settings["chat_template"] = record["chat_template"]
-    # As the tokenizers library writes it, so that its hash is that of most originals.
-    return {
-        name: json.dumps(value, ensure_ascii=False, indent=2)
-        for name, value in ((WHOLE, content), (BESIDE, settings))
-    }
-
-
-def converted(tokenizer: SentencePieces, begin: str | None, folder: Path) -> Tokenizer:
-    """transformers' conversion of a tokenizer.model, with the model's own treatment of spaces."""
-    from transformers import PreTrainedTokenizerFast  # only here: importing it takes seconds
-
-    adds = {} if begin is None else {"bos_token": begin, "add_bos_token": True}
-    inner = PreTrainedTokenizerFast.from_pretrained(folder, **adds).backend_tokenizer
-    spaces = tokenizer.spaces
-    steps = [inner.normalizer[0]] if spaces.precompiled_charsmap else []
-    if spaces.remove_extra_whitespaces:
-        steps.append(normalizers.Replace(Regex(r"\A +| +\z| +(?= )"), ""))
-    if spaces.add_dummy_prefix:
-        steps.append(normalizers.Prepend(METASPACE))
-        inner.decoder = decoders.Sequence([inner.decoder, decoders.Strip(" ", 1, 0)])
-    inner.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", METASPACE)])
-
-    inner.encode_special_tokens = True
-    for text in (tokenizer.decode(range(tokenizer.vocab_size)), SAMPLE):
-        if inner.encode(text, add_special_tokens=False).ids != tokenizer.encode(text):
-            raise UserError("tokenizer.json: it would give other ids than the SentencePiece model")
-    inner.encode_special_tokens = False
-    return inner
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        bos_token=begin or tokenizer.end_of_document,
+        eos_token=record.get("eos_token", tokenizer.end_of_document),
+        model_input_names=["input_ids", "attention_mask"],
+        clean_up_tokenization_spaces=False,
+        chat_template=record.get("chat_template"),
+    )
 
 
 def card(

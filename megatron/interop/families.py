@@ -520,7 +520,7 @@ def write_weights(
             if name + ending in ours:
                 parts = form.theirs(ours[name + ending], model)
                 for module, part in zip(modules, parts, strict=True):
-                    weights[module + ending] = part.contiguous()
+                    weights[module + ending] = part.clone(memory_format=torch.contiguous_format)
     return weights
 
 

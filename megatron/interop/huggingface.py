@@ -25,7 +25,6 @@ from megatron.interop.families import (
     IN_TRUNK,
     Family,
     each_weight,
-    write_weights,
 )
 from megatron.model import GPT, Architecture, from_config
 
@@ -50,7 +49,7 @@ def open_folder(folder: Path) -> tuple[GPT, Config, Any]:
     """
     family, config, theirs = read_settings(folder)
     vocab = theirs["vocab_size"]
-    loaded, program = load_class(folder, family, theirs)
+    loaded = load_class(folder, family, theirs)
     weights = loaded.state_dict()
     prefix = family.trunk + IN_TRUNK
     names = [name for name in weights if name.startswith(prefix)]
@@ -68,10 +67,6 @@ def open_folder(folder: Path) -> tuple[GPT, Config, Any]:
         weights[f"{family.head}.weight"] = head
     model = from_config(config, vocab=vocab)
     architecture = Architecture.of(config.model)
-    shapes = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
-    unread = sorted(weights.keys() - write_weights(family, shapes, architecture).keys())
-    if unread:
-        raise UserError(f"{folder}: {program} has {', '.join(unread[:8])}, which are not read here")
     read = each_weight(family, weights, architecture)
     fill(model, chain(read, encodings.items()))
     return model.eval(), config, loaded
@@ -86,8 +81,8 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names) if (folder / name).is_file()]
 
 
-def load_class(folder: Path, family: Family, settings: dict[str, Any]) -> tuple[Any, str]:
-    """transformers' own model of a folder in float32 and eval mode, and the name of that program.
+def load_class(folder: Path, family: Family, settings: dict[str, Any]) -> Any:
+    """transformers' own model of a folder in float32 and eval mode.
 
     No code of the folder is run. UserError if weights are damaged, missing, left over or of another
     shape.
@@ -143,7 +138,7 @@ def load_class(folder: Path, family: Family, settings: dict[str, Any]) -> tuple[
         model = loaded.transformer
         build = model.build_mpt_alibi_tensor
         model.build_mpt_alibi_tensor = partial(build, alibi_bias_max=bias_max)
-    return loaded.eval(), program
+    return loaded.eval()
 
 
 class InFloat64(TorchFunctionMode):

@@ -2,15 +2,16 @@
 
 import json
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from shutil import copyfile
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
+from filelock import FileLock
 
-from megatron.checkpoints.manifest import TOKENIZER, entry_of, read_record
+from megatron.checkpoints.manifest import TOKENIZER
 from megatron.checkpoints.saved import steps_in
 from megatron.checkpoints.write import write_checkpoint
 from megatron.config import Config
@@ -19,15 +20,13 @@ from megatron.data.tokenizers.build import SentencePieces, build_tokenizer
 from megatron.data.tokenizers.hugging_face import BESIDE, WHOLE, Subwords
 from megatron.data.tokenizers.tokenizer import description, naming_faults
 from megatron.errors import UserError, cannot_write
-from megatron.files import folder_beside
+from megatron.files import sha256_of
 from megatron.folder_lock import owned_folder
 from megatron.interop import huggingface, reference
 from megatron.interop.open import (
     HUB_NAME,
     PIECES,
     OpenedModel,
-    check_sums,
-    has_sums,
     kind_of,
     local_folder,
     open_checkpoint,
@@ -83,13 +82,10 @@ def import_checkpoint(
     *,
     tokenizer: Path | None = None,
     config: Config | None = None,
-    renamed: Path | None = None,
-    sums: Mapping[str, str] | None = None,
 ) -> Imported:
     """Write a checkpoint of another program, as `open_model` takes it, into a run's folder.
 
     tokenizer: its files, if the source has none; config: of a GPT-NeoX checkpoint
-    renamed: what `run` will be called afterwards; sums: `sums_of` the source, if they are known
     Raises UserError, and nothing is written, if the source or the tokenizer is not what it should
     be, if the logits differ from the other side's, or if `run` holds a checkpoint already.
     """
@@ -98,7 +94,6 @@ def import_checkpoint(
     if opened.kind == "ours":
         raise UserError(f"{folder}: is a checkpoint of this program already - copy its folder")
     files, described, notes = tokenizer_of(opened, folder, tokenizer)
-    contents = {file.name: file.read_bytes() for file in paths_of(files)}
     architecture = None
     compared: dict[str, Any] = {"reason": "no class of transformers has these weights"}
     if opened.theirs is not None:
@@ -106,8 +101,8 @@ def import_checkpoint(
         compared = compared_with_transformers(opened.theirs, model)
 
     # The configuration has the run's own folder and tokenizer, and the source's rows.
-    place = (renamed or run) / TOKENIZER
-    checkpoint = config.checkpoint.model_copy(update={"save": str(renamed or run), "load": None})
+    place = run / TOKENIZER
+    checkpoint = config.checkpoint.model_copy(update={"save": str(run), "load": None})
     config = replace(config, checkpoint=checkpoint)
     if files is not None:
         keys: dict[str, Any] = {
@@ -125,7 +120,7 @@ def import_checkpoint(
         "source": str(source),
         "kind": opened.kind,
         "architecture": architecture,
-        "files": sums or sums_of(opened.kind, folder),
+        "files": sums_of(opened.kind, folder),
         "compared": compared,
     }
     facts = {**opened.record, "vocab": model.vocab, "tokenizer": described, "origin": origin}
@@ -134,10 +129,9 @@ def import_checkpoint(
         if steps_in(run):
             raise UserError(f"-o: {run} holds a checkpoint already - name another folder")
         try:
-            for name, content in contents.items():
-                copy = run / TOKENIZER / name
-                copy.parent.mkdir(exist_ok=True)  # an import that was killed leaves it
-                copy.write_bytes(content)
+            for file in paths_of(files):
+                place.mkdir(exist_ok=True)  # an import that was killed leaves it
+                copyfile(file, place / file.name)
             path = write_checkpoint(run, opened.step, weights, config, facts)
         except OSError as fault:
             raise cannot_write(run, fault) from None
@@ -159,68 +153,53 @@ def import_if_foreign(source: str | Path) -> Path:
     # An encoding of the user's own is imported by the tool alone, whose --from names its file.
     if kind not in ("huggingface", "exported") or (folder / COPY).exists():
         return path
-    sums = sums_of(kind, folder)
-    digest = fingerprint(json.dumps(sums, sort_keys=True))[:12]
+    digest = fingerprint(json.dumps(sums_of(kind, folder), sort_keys=True))[:12]
     # Of a model of the hub, the folder is called by its revision.
     name = path.resolve().name if path.is_dir() else path.name
     run = ON_THE_FLY / f"{name}-{digest}"
-    if steps_in(run):
-        check_sums(folder)
-        return run
-    try:
-        with folder_beside(run) as temporary:
-            imported = import_checkpoint(source, temporary, renamed=run, sums=sums)
-    except OSError as fault:
-        if not steps_in(run):  # nor did another process import it meanwhile
-            raise cannot_write(run, fault) from None
-    else:
-        for note in imported.notes:
-            logger.warning("%s", note)
-    logger.info("%s: imported into %s", source, run)
+    ON_THE_FLY.mkdir(parents=True, exist_ok=True)
+    with FileLock(ON_THE_FLY / ".importing"):  # of several ranks one imports
+        if not steps_in(run):
+            for note in import_checkpoint(source, run).notes:
+                logger.warning("%s", note)
+            logger.info("%s: imported into %s", source, run)
     return run
 
 
 def sums_of(kind: str, folder: Path) -> dict[str, str]:
-    """SHA-256 of each file that a foreign source is made of, by its name.
-
-    Those of an export are taken from its checkpoint.json, because `check_sums` reads the files.
-    """
+    """SHA-256 of each file that a foreign source is made of, by its name."""
     files = sorted(folder.glob(reference.FILES))
     if kind in ("huggingface", "exported"):
         files = [folder / huggingface.SETTINGS, *huggingface.weight_files(folder)]
         files += paths_of(files_in(folder))
         files += [folder / name for name in BESIDE_TOKENIZER if (folder / name).is_file()]
-    written = read_record(folder)["files"] if has_sums(folder) else {}
-    return {file.name: (written.get(file.name) or entry_of(file))["sha256"] for file in files}
+    return {file.name: sha256_of(file) for file in files}
 
 
 def tokenizer_of(
     opened: OpenedModel, source_place: Path, place: Path | None
 ) -> tuple[TokenizerSource | None, dict[str, Any], list[str]]:
-    """The source's own tokenizer, else the one in `place`: its files, description and notes.
+    """The tokenizer in `place`, else the source's own: its files, description and notes.
 
     source_place: where the source's lies
     Raises UserError if it does not fit the model, or if `place` has none.
     """
     folder, rows = opened.folder, opened.model.vocab
-    files = files_in(source_place)
+    files = files_in(place or source_place)
     notes: list[str] = []
     tokenizer = None
+    if place is not None and files is None:
+        raise UserError(
+            f"--tokenizer: {place} holds none - give {WHOLE}, a SentencePiece model, or"
+            f" {' and '.join(PAIR)} in a folder"
+        )
     if files is not None:
         try:
             tokenizer = build_tokenizer(*files)
         except UserError as fault:
+            if place is not None:
+                raise
             notes.append(f"the tokenizer of {folder} cannot be used here ({fault})")
-    if place is not None:
-        if tokenizer is not None:
-            raise UserError(f"--tokenizer: {folder} has its own - leave this one out")
-        files = files_in(place)
-        if files is None:
-            raise UserError(
-                f"--tokenizer: {place} holds none - give {WHOLE}, a SentencePiece model, or"
-                f" {' and '.join(PAIR)} in a folder"
-            )
-        tokenizer = build_tokenizer(*files)
     if tokenizer is None:
         record = opened.record.get("tokenizer") or {}
         if not record:
@@ -307,14 +286,10 @@ def files_in(place: Path) -> TokenizerSource | None:
     """The tokenizer that a folder holds or a file is, or None."""
     if place.is_file():
         return TokenizerSource(BY_ENDING.get(place.suffix, "HFTokenizer"), place)
-    pieces = place / PIECES
-    if has_sums(place) and pieces.is_file():  # an export: its tokenizer.json is made of this
-        return TokenizerSource("SPMTokenizer", pieces)
-    if (place / WHOLE).is_file():
-        return TokenizerSource("HFTokenizer", place / WHOLE)
-    vocab, merges = place / PAIR[0], place / PAIR[1]
-    if vocab.is_file() and merges.is_file():
-        return TokenizerSource("GPT2BPETokenizer", vocab, merges)
+    for kind, names in NAMES.items():
+        paths = [place / name for name in names]
+        if all(path.is_file() for path in paths):
+            return TokenizerSource(kind, *paths)
     return None
 
 

@@ -175,10 +175,6 @@ def before_trunk(trunk: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
 
     ends = x.new_zeros(batch, length, dtype=torch.bool)  # of the texts in each row
     position_ids = kwargs.get("position_ids")
-    if mask is not None and mask.dim() != 2:
-        raise UserError("attention_mask: must be [batch, length], 1 for tokens and 0 for padding")
-    if position_ids is not None and position_ids.shape[1:] != x.shape[1:2]:
-        raise UserError(f"position_ids: {list(position_ids.shape)} must be {[batch, x.shape[1]]}")
     for padding, rows in rows_by_padding(mask, batch, length).items():
         ends[rows, padding - 1 : padding] = True
     if mask is None and position_ids is not None and not start:

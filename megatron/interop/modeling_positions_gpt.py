@@ -142,15 +142,14 @@ class PositionsGPTForCausalLM(PreTrainedModel, GenerationMixin):
 
     def forward(
         self,
-        input_ids: Tensor | None = None,
+        input_ids: Tensor,
         attention_mask: Tensor | None = None,
         past_key_values: TheirCache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast | tuple:
+    ) -> CausalLMOutputWithPast:
         """input_ids [batch, length] -> logits [batch, length, vocab]; with labels also the loss.
 
         attention_mask [batch, all tokens]: 1 for tokens, 0 for padding before or after a text.
@@ -160,8 +159,6 @@ class PositionsGPTForCausalLM(PreTrainedModel, GenerationMixin):
             value = kwargs.pop(name, None)
             if value is not None and value is not False:
                 raise ValueError(f"{name}: is not offered by this model; leave it out")
-        if input_ids is None:
-            raise ValueError("input_ids: are missing; this model reads nothing else")
         cache = past_key_values
         if use_cache is None:
             use_cache = self.config.use_cache and not torch.is_grad_enabled()
@@ -201,8 +198,7 @@ class PositionsGPTForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is not None:
             vocab = self.config.vocab_size
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab, **kwargs)
-        out = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
-        return out.to_tuple() if return_dict is False else out
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.gpt.word_embeddings

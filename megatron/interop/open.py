@@ -51,15 +51,7 @@ def open_model(source: str | Path, *, config: Config | None = None) -> tuple[GPT
     Raises UserError if it cannot be read, or is not what it says. An import compares logits with
     those of transformers. This does not, because it would take twice the memory.
     """
-    try:
-        opened = open_checkpoint(source, config)
-    except ModuleNotFoundError as fault:
-        raise UserError(f"{source}: {missing_package(fault) or fault}") from None
-    if opened.theirs is not None:
-        logger.info(
-            "%s: logits are not compared with transformers' - tools/import_checkpoint.py does it",
-            source,
-        )
+    opened = open_checkpoint(source, config)
     return opened.model, opened.config
 
 

@@ -145,7 +145,7 @@ def test_every_option_of_a_protocol_is_a_key_of_its_rows(tokens):
             facts = protocol_of(name, SMALL).facts | windows.facts
             options = [option.name for option in fields(PROTOCOLS[name])]
             in_rows = [option for option in options if OPTIONS[option].row != "none"]
-            assert facts.keys() - {"epochs"} == set(in_rows)
+            assert facts.keys() - {"epochs", "position_edges"} == set(in_rows)
             assert None not in facts.values()
     settings = {name for name, option in OPTIONS.items() if option.row == "setting"}
     assert settings < set(SETTING), "rows are compared only where these are equal"
@@ -161,7 +161,7 @@ def test_a_request_is_checked_before_there_is_a_text(tokens):
 
 def test_losses_by_position_are_those_of_the_buckets_and_their_prefix_curve(tokens):
     (windows,) = windows_of("position", held_out(tokens, LENGTHS))
-    result = measured(LossByPosition(), windows)
+    result = measured(LossByPosition(), windows) | windows.facts
     edges = result["position_edges"]
     assert edges == [0, 1, 2, 4, 8, 16, 32, 64]
     by_position = [by_hand(range(1 + position, 513, 64), [position] * 8) for position in range(64)]

@@ -144,9 +144,9 @@ def test_files_that_disagree_with_the_configuration_are_refused(tmp_path):
                 'Unexpected key(s) in state_dict: "final_linear.weight"',
             ),
             ("alibi", ["num_key_value_heads=4"], {}, "num_key_value_heads and gated activations"),
-            ("alibi", ["pos_emb=kerple_log"], {}, "no bias_p in the files, which this pos_emb"),
+            ("alibi", ["pos_emb=kerple_log"], {}, "bias_p is absent or not what this pos_emb"),
             ("kerple_log", ["pos_emb=alibi"], {}, "['bias_a', 'bias_p'] belong to another"),
-            ("alibi", [], WRONG_SLOPES, "slopes differs from what this pos_emb has - check pos_e"),
+            ("alibi", [], WRONG_SLOPES, "slopes is absent or not what this pos_emb"),
         )
     ):
         folder = tmp_path / str(number)
@@ -168,13 +168,9 @@ def test_missing_and_damaged_files_are_named_and_code_is_not_run(tmp_path):
         load_model(tmp_path, config)
     write_checkpoint("alibi", tmp_path)
     path = tmp_path / "layer_02-model_00-model_states.pt"
-    for content, message in (
-        ({"x": Harmful()}, "cannot be read as a checkpoint file .* code in it is never run"),
-        ([1], "holds no layer of GPT-NeoX - copy the checkpoint again"),
-        ({"norm.weight": 3}, "holds no layer of GPT-NeoX"),
-    ):
+    for content in ({"x": Harmful()}, [1], {"norm.weight": 3}):
         torch.save(content, path)
-        with pytest.raises(UserError, match=f"{path.name}: {message}"):
+        with pytest.raises(UserError, match=f"{path.name}: is damaged, or holds more than the"):
             load_model(tmp_path, config)
     assert not (tmp_path / "ran").exists()
 
@@ -255,7 +251,7 @@ def test_a_bias_is_summed_over_ranks_only_where_each_rank_adds_it(tmp_path):
     expected = load_model(folder, parallel)(ids)
     divide(folder, summed=("attention.dense.bias", "dense_4h_to_h.bias"))
     torch.testing.assert_close(load_model(folder, parallel)(ids), expected)
-    with pytest.raises(UserError, match=r"copies of attention.dense.bias differ - .* different"):
+    with pytest.raises(UserError, match=r"do not fit together \(.*attention.dense.bias.*different"):
         load_model(folder, golden_config("alibi"))
 
 
@@ -292,16 +288,10 @@ def test_parts_that_are_missing_or_mixed_are_refused(tmp_path):
     tensors = torch.load(path, weights_only=True)
     name = "mlp.dense_4h_to_h.weight"
     lacking = {key: value for key, value in tensors.items() if key != name}
-    for content, message in (
-        (
-            tensors | {name: torch.zeros(2, 3)},
-            "layer 2: parts of mlp.dense_4h_to_h.weight do not fit",
-        ),
-        (lacking, "layer 2: not every rank has the same tensors"),
-        (tensors | {"more": torch.zeros(2)}, "layer 2: not every rank has the same tensors"),
-    ):
+    mixed = tensors | {name: torch.zeros(2, 3)}
+    for content in (mixed, lacking, tensors | {"more": torch.zeros(2)}):
         torch.save(content, path)
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match="layer 2: the ranks' tensors do not fit"):
             load_model(tmp_path, golden_config("alibi"))
     path.unlink()
     with pytest.raises(UserError, match="files of some of 2 tensor-parallel ranks are missing"):

@@ -169,7 +169,7 @@ class SentencePieces(Tokenizer):
         # A piece of any other type is looked for in documents: each could contain its own end.
         model.pieces[self.eod].type = ModelProto.SentencePiece.CONTROL
         self._inner = SentencePieceProcessor(model_proto=model.SerializeToString())
-        self.spaces, self.content = model.normalizer_spec, content
+        self.content = content
         self.hash = hash_of(content)
         self.vocab_size = self._inner.get_piece_size()
         self.unknown = self._inner.unk_id()
