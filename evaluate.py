@@ -26,7 +26,6 @@ from megatron.evaluation.evaluate_checkpoint import (
 )
 from megatron.evaluation.options import Options, add_options, number
 from megatron.parallel.grid import here
-from megatron.results.gain import table_of_gains
 from megatron.results.row import Row
 from megatron.results.table import by_length, table, with_bits
 
@@ -84,8 +83,6 @@ def show(evaluation: MeasuredRows) -> None:
         print(table(rows), end="\n\n")
         if counted := with_bits(rows):
             print(table(counted, bits_per_byte=True), end="\n\n")
-        if gains := table_of_gains(rows):
-            print(gains.text(), end="\n\n")
     for file in evaluation.rows:
         print(f"written to {file}")
 

@@ -5,7 +5,7 @@ python prepare_data.py openwebtext2
 python prepare_data.py arxiv --from-dir downloads
 python prepare_data.py hf:HuggingFaceFW/fineweb-edu --config sample-10BT --documents 100000
 python prepare_data.py --input texts more.jsonl.zst --name mytext --vocab-size 8192
-python prepare_data.py --input texts --name mytext --vocab-file tokenizer.json --part 1/4
+python prepare_data.py --input texts --name mytext --vocab-file tokenizer.json
 
 A task needs no preparation (docs/tasks.md).
 """
@@ -34,7 +34,7 @@ OF_TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "vocab_size")
 # Options that mean nothing for a kind of corpus.
 NOT_FOR = {
     "--input": ("from_dir", "documents", *OF_HUB),
-    "a data set of the hub": ("from_dir", "part"),
+    "a data set of the hub": ("from_dir",),
     "a corpus that is known by name": ("name", "text_key", *OF_HUB),
 }
 
@@ -64,7 +64,6 @@ def run(words: Sequence[str]) -> str:
         # The library reads this when it starts its threads, at first use.
         os.environ["RAYON_NUM_THREADS"] = str(workers)
     corpus = _corpus(options)
-    corpus.part = _part(options, corpus)
 
     is_chosen = any(getattr(options, name) for name in OF_TOKENIZER)
     if options.corpus and options.corpus not in MADE_HERE and not is_chosen:
@@ -72,11 +71,6 @@ def run(words: Sequence[str]) -> str:
     default = "GPT2BPETokenizer" if options.merge_file else "HFTokenizer"
     kind = options.tokenizer_type or default
     files = TokenizerFiles(kind, options.vocab_file, options.merge_file)
-    if options.part and files.trained:
-        raise UserError(
-            "--part: each part would train another tokenizer - train one before, with --vocab-size"
-            " and fewer --documents or files, and give its tokenizer.json as --vocab-file"
-        )
     if options.vocab_size and not files.trained:
         raise UserError(
             f"--vocab-size: is for a tokenizer that is trained here, {kind} has its own "
@@ -91,19 +85,6 @@ def run(words: Sequence[str]) -> str:
         workers=workers,
         command=["prepare_data.py", *words],
     )
-
-
-def _part(options: argparse.Namespace, corpus: Corpus) -> tuple[int, int]:
-    """(number, parts) of --part, (1, 1) without it."""
-    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", options.part or "1/1")
-    number, parts = map(int, match.groups()) if match else (0, 0)
-    if not 1 <= number <= parts:
-        raise UserError(
-            f"--part: {options.part!r} is no part - write --part 2/4 for the second of four"
-        )
-    if options.part and (options.documents or not isinstance(corpus, Files)):
-        raise UserError("--part: is of all files of a corpus - leave it out, or --documents")
-    return number, parts
 
 
 def _corpus(options: argparse.Namespace) -> Corpus:
@@ -178,12 +159,6 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="take the first N documents, and download no more files than they need",
-    )
-    add(
-        "--part",
-        metavar="I/N",
-        help="only the I-th of N parts, in DIR/NAME-I-of-N; tools/merge_data.py makes them one"
-        " (docs/data.md)",
     )
     add("--split", help="hf: which split (default: train)")
     add("--config", help="hf: which configuration of the data set")

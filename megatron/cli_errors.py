@@ -47,6 +47,8 @@ ENDED = {
     "--max-document-mb": "cut documents of more than 256 MB",
     "--max-unpack-ratio": "leave it out",
     "--task-args": "docs/tasks.md prints a problem",
+    "--part": "give groups of files with --input and --name, and merge their token files",
+    "--bits-per-byte": "use tools/show_results.py --bits-per-byte",
 }
 """Options and choices that have ended, and what to use instead."""
 

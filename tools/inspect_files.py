@@ -24,12 +24,7 @@ from megatron.errors import UserError, visible
 from megatron.files import in_bytes
 from megatron.splits import SPLIT
 
-EVALUATED = (512, 1024, 2048, 4096, 8192, 16384)  # the lengths of KERPLE's and MEP's tables
 SHOWN = 200  # tokens of a document that are decoded
-LEGEND = """\
-documents: with at least that many tokens; tokens: share of all tokens that these have
-beyond: share of tokens with that many of their own document before them
-windows: whole windows of that length that cross no border of documents"""
 
 
 @guarded
@@ -89,13 +84,6 @@ def token_lines(tokens: TokenFile, split: str) -> Iterator[str]:
         yield f"The text has {size:,} bytes: {size / total:.2f} bytes per token."
     middle = f"median {np.median(sizes):,.0f}, mean {sizes.mean():,.0f}"
     yield f"Lengths: shortest {sizes.min():,}, {middle}, longest {sizes.max():,}"
-    lines = []
-    for length in EVALUATED:
-        long = sizes[sizes >= length]
-        line = {"length": length, "documents": len(long), "tokens": f"{long.sum() / total:.1%}"}
-        line["beyond"] = f"{np.maximum(sizes - length, 0).sum() / total:.1%}"
-        lines.append(line | {"windows": (long // length).sum()})
-    yield f"\n{pd.DataFrame(lines).to_string(index=False)}\n{LEGEND}"
     yield f"\n{split_in_words(tokens, split)}"
 
     tokenizer = None

@@ -11,11 +11,10 @@ import sys
 from pathlib import Path
 
 from megatron.cli_errors import command_parser, guarded
+from megatron.files import check_output
 from megatron.report.curves import plot_results
-from megatron.report.page import check_page, page_of, write_page
+from megatron.report.page import MARK, page_of, write_page
 from megatron.results.files import read_rows
-from megatron.results.gain import table_of_gains
-from megatron.results.labels import sections
 from megatron.results.table import table
 
 
@@ -37,27 +36,23 @@ def main(argv: list[str] | None = None) -> int:
     add("--plots", type=Path, metavar="FOLDER", help=folder)
     against = "of a page: what it compares with; default: the first"
     add("--against", metavar="NAME", help=against)
-    add("--title", default="Results beyond the training length", help="of a page")
     options = parser.parse_args(argv)
     output = options.output
     page_file = output if output and output.suffix == ".html" else None
     if page_file:
-        check_page(page_file)
+        check_output(page_file, MARK)
     elif options.plots or options.against:
         parser.error("--plots and --against are of a page - give -o report.html")
 
     rows = read_rows(options.results)
     if page_file:
         page = page_of(rows, options.against)
-        write_page(page, page_file, title=options.title, plots=options.plots)
+        write_page(page, page_file, options.plots)
         figures = [name for section in page for name in section.figures]
         print(f"{output}: {len(rows)} rows, {len(figures)} figures")
         return 0
     how = {"bits_per_byte": options.bits_per_byte, "form": options.form}
     print(table(rows, over_seeds=options.over_seeds, **how))
-    for heading, members in sections(rows).items():
-        if gains := table_of_gains(members):
-            print(f"\n{heading}\n{gains.text()}")
     if output:
         how = {"over_seeds": options.over_seeds, "over_training": options.over_training}
         plot_results(rows, output, **how)

@@ -81,7 +81,6 @@ def open_parts(data: Data, names: Iterable[str] = PARTS) -> dict[str, Part]:
         tokens = TokenFile.open(data.data_path or "")
         return {name: Part(name, (tokens,), data.split) for name in names}
     parts = {}
-    trained_on = {}  # the files of the training part, by the sums in their cards
     for name in names:
         key = keys[name]
         try:
@@ -94,19 +93,9 @@ def open_parts(data: Data, names: Iterable[str] = PARTS) -> dict[str, Part]:
         if data.weight_by_num_documents:
             weights = weights_by_documents(list(map(len, files)), data.weighted_sampler_alpha)
         parts[name] = Part(name, files, WHOLE[name], tuple(weights))
-        if name == "train":
-            trained_on = {tokens.sums.get("bin", ""): tokens.prefix for tokens in files}
     if not parts:
         missing = " and ".join(keys[name] for name in names)
         raise UserError(f"{missing}: not given - name the corpora to read")
-    for tokens, key in [(tokens, keys[name]) for name in parts for tokens in parts[name].files]:
-        trained = trained_on.get(tokens.sums.get("bin"))
-        if trained and key != keys["train"]:
-            raise UserError(
-                f"{key}: {tokens.prefix} has the same tokens as {trained},"
-                " which is trained on, so a loss there says nothing of new text - prepare text"
-                " that is held out"
-            )
     return parts
 
 

@@ -42,17 +42,11 @@ def prepare(
 ) -> str:
     """Write DATA_DIR/NAME/NAME_text_document.{bin,idx,json} and return the summary to print.
 
-    The folder of a part is DATA_DIR/NAME-2-of-4.
-
     vocab_size: entries of a tokenizer that is trained here
     workers: processes that encode, which changes no token; command: words for PREFIX.json
     Raises UserError for what the user can correct. A fault changes nothing that was there.
     """
     folder = data_dir / corpus.name
-    number, parts = corpus.part
-    if parts > 1:
-        folder = data_dir / f"{corpus.name}-{number}-of-{parts}"
-        corpus.about["part"] = f"{number}/{parts}"
     prefix = folder / f"{corpus.name}_text_document"
     trained_file = folder / TRAINED
     trained_for = {"trained_for": vocab_size} if files.trained else {}

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from reprlib import Repr
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 import zstandard
 from lm_dataformat import handle_jsonl
@@ -34,7 +34,6 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 READ_JSON = json.JSONDecoder(parse_int=float).decode
 ABRIDGED = Repr()
 ABRIDGED.maxdict = 20
-AnyFile = TypeVar("AnyFile")  # here, or at a source
 
 
 class Corpus:
@@ -44,10 +43,7 @@ class Corpus:
     to_train_on: so many of its first documents are not held out; None: the split decides that
     skips: how many entries or files the last `documents()` left out, by reason
     is_here: whether `sources` can be said without a download
-    part: (number, parts): which part of its files this is, and of how many
     """
-
-    part: tuple[int, int] = (1, 1)
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -88,7 +84,7 @@ class Files(Corpus):
 
     def needed(self) -> Iterable[Path]:
         """The files in the order in which they are read."""
-        return files_of_part(self.paths, self.part)
+        return self.paths
 
     def documents(self) -> Iterator[str]:
         """The text of every document: files as given, folders by name.
@@ -219,23 +215,6 @@ def list_files(inputs: Sequence[str | Path]) -> list[Path]:
     return list(files.values())
 
 
-def files_of_part(files: Sequence[AnyFile], part: tuple[int, int]) -> Sequence[AnyFile]:
-    """The files of one of several parts of a corpus, which one after the other are all of it.
-
-    part: (number, parts), such as (1, 4) for the first of four
-    Raises UserError for more parts than files.
-    """
-    number, parts = part
-    count = len(files)
-    if 1 < parts > count:
-        raise UserError(
-            f"--part: {parts} parts need as many files, for none is cut, and this corpus has"
-            f" {count} - take fewer parts, or cut JSON lines before, such as with"
-            f" `split -n l/{parts} FILE --additional-suffix .jsonl`"
-        )
-    return files[(number - 1) * count // parts : number * count // parts]
-
-
 # --- Entries ---
 
 
@@ -317,40 +296,38 @@ def unpacked(name: str, file: IO[bytes]) -> IO[bytes]:
     if not file.peek(1):  # type: ignore[attr-defined]
         raise UserError(f"{name}: is empty, as no packed file is - copy it again")
     if end == "zst":
-        return io.BufferedReader(_Chunks(_zstd(file)), CHUNK)
+        return io.BufferedReader(_Zstd(file), CHUNK)
     return gzip.GzipFile(fileobj=file, mode="rb")  # type: ignore[return-value]
 
 
-def _zstd(file: IO[bytes]) -> Iterator[bytes]:
-    # Not zstandard's stream_reader, which takes a frame that is cut off for whole.
-    decompressor = zstandard.ZstdDecompressor(max_window_size=WINDOW)
-    frame = None
-    packed = b""
-    while packed or (packed := file.read(ZSTD_INPUT)):
-        frame = frame or decompressor.decompressobj()
-        yield frame.decompress(packed)
-        packed = frame.unused_data
-        if frame.eof:
-            frame = None
-    if frame is not None:
-        raise EOFError("it is cut off inside its last zstd frame")
+class _Zstd(io.RawIOBase):
+    """Frames of zstd, unpacked as they are read.
 
+    Not zstandard's stream_reader, which takes a frame that is cut off for whole.
+    """
 
-class _Chunks(io.RawIOBase):
-    """Chunks as a file that is read once."""
-
-    def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks = filter(None, chunks)
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._frame = None
+        self._packed = b""
         self._rest = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer) -> int:  # type: ignore[no-untyped-def]
-        rest = self._rest or memoryview(next(self._chunks, b""))
-        count = min(len(buffer), len(rest))
-        buffer[:count] = rest[:count]
-        self._rest = rest[count:]
+        while not self._rest and (packed := self._packed or self._file.read(ZSTD_INPUT)):
+            new = zstandard.ZstdDecompressor(max_window_size=WINDOW).decompressobj
+            frame = self._frame = self._frame or new()
+            self._rest = memoryview(frame.decompress(packed))
+            self._packed = frame.unused_data
+            if frame.eof:
+                self._frame = None
+        if not self._rest and self._frame:
+            raise EOFError("it is cut off inside its last zstd frame")
+        count = min(len(buffer), len(self._rest))
+        buffer[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
         return count
 
 

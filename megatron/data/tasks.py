@@ -22,15 +22,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.random import RandomState
 from numpy.typing import NDArray
+from pydantic import BaseModel, Field, ValidationError, create_model
 
 from megatron.data.tokenizers.tokenizer import Tokenizer, hash_of
 from megatron.data.tokens import TokenFile
-from megatron.errors import UserError, did_you_mean
+from megatron.errors import UserError, did_you_mean, in_words
 from megatron.protocols import first_tokens
 from megatron.splits import PARTS, TASK_PREFIX
 
@@ -41,6 +42,10 @@ MOST_DRAWS = 10_000  # for one problem of a part
 DRAWS = 10  # for each problem of a measurement, where many are drawn twice
 
 Problem = list[tuple[str, bool]]  # words, and whether each belongs to an answer
+Few = Annotated[int, Field(ge=1, le=64)]
+Chains = Annotated[int, Field(ge=1, le=10)]
+Hops = Annotated[int, Field(ge=0)]
+Names = Annotated[int, Field(ge=1, le=26)]  # as many as there are
 
 
 class Task(NamedTuple):
@@ -57,11 +62,20 @@ class Task(NamedTuple):
     filler: str = ""
 
     @property
+    def options(self) -> type[BaseModel]:
+        """The options with their types and defaults."""
+        _, _, *parameters = inspect.signature(self.generate).parameters.values()
+        fields: dict[str, Any] = {}
+        for parameter in parameters:
+            fields[parameter.name] = (parameter.annotation, parameter.default)
+        if self.filler:
+            fields["text"] = (str | None, None)
+        return create_model("Options", __config__={"extra": "forbid", "strict": True}, **fields)
+
+    @property
     def defaults(self) -> dict:
         """The options with their defaults."""
-        _, _, *options = inspect.signature(self.generate).parameters.values()
-        text = {"text": None} if self.filler else {}
-        return {option.name: option.default for option in options} | text
+        return self.options().model_dump()
 
 
 TASKS: dict[str, Task] = {}
@@ -155,14 +169,15 @@ def parity(random: RandomState, size: int) -> Problem:
 
 
 @register("+=" + DIGITS)
-def addition(random: RandomState, size: int, order: str = "reversed") -> Problem:
+def addition(
+    random: RandomState, size: int, order: Literal["forward", "reversed"] = "reversed"
+) -> Problem:
     """Add two numbers of `size` digits. order: forward, or reversed with the ones first.
 
     Reversed, a digit depends on its own column and a carry: 2307.03381 reverses the sum, 2402.09371
     all three numbers, as here. Zeros in front make both numbers equally long; in 2305.19466 they
     are not.
     """
-    _one_of("order", order, ("forward", "reversed"))
     first, second = drawn(random, DIGITS, size), drawn(random, DIGITS, size)
     result = []  # the ones first
     carry = 0
@@ -182,12 +197,11 @@ def addition(random: RandomState, size: int, order: str = "reversed") -> Problem
 
 
 @register("=." + LETTERS)
-def selective_copy(random: RandomState, size: int, letters: int = 8) -> Problem:
+def selective_copy(random: RandomState, size: int, letters: Few = 8) -> Problem:
     """Repeat a few letters that stand among `size` - 1 blanks (2312.00752, 4.1.1).
 
     letters: 16 of 4,096 tokens there
     """
-    _number("letters", letters, 1, 64)
     marked = drawn(random, LETTERS, letters)
     problem = scattered(random, list(map(question, marked)), "." * (size - 1))
     return problem + question("=") + answer(*marked)
@@ -202,15 +216,15 @@ def induction(random: RandomState, size: int) -> Problem:
 
 
 @register(DIGITS + LETTERS + NAMES, filler=DIGITS)
-def recall(random: RandomState, size: int, pairs: int = 4, asked: str = "among") -> Problem:
+def recall(
+    random: RandomState, size: int, pairs: Names = 4, asked: Literal["among", "last"] = "among"
+) -> Problem:
     """The values of several keys, asked for among `size` other tokens (MQAR, 2312.04927).
 
     There distances follow a power law; here they are uniform. The other tokens are no keys and no
     values, and a value stands behind its key once more, as in a text.
     asked: among the other tokens, or last: then the pairs stand among them, and keys at the end
     """
-    _number("pairs", pairs, 1, len(NAMES))
-    _one_of("asked", asked, ("among", "last"))
     keys = without_repeats(random, NAMES, pairs)
     values = without_repeats(random, LETTERS, pairs)
     bindings = list(map(question, keys, values))
@@ -223,13 +237,11 @@ def recall(random: RandomState, size: int, pairs: int = 4, asked: str = "among")
 
 
 @register("?" + DIGITS + LETTERS + NAMES, filler=LETTERS)
-def needle(random: RandomState, size: int, needles: int = 1, digits: int = 3) -> Problem:
+def needle(random: RandomState, size: int, needles: Names = 1, digits: Few = 3) -> Problem:
     """The number behind one of the keys that stand among `size` letters (RULER, 2404.06654).
 
     needles: several are RULER's multi-key needles. Without `text` the letters are random.
     """
-    _number("needles", needles, 1, len(NAMES))
-    _number("digits", digits, 1, 64)
     keys = without_repeats(random, NAMES, needles)
     numbers = [drawn(random, DIGITS, digits) for _ in keys]
     pieces = [question(key, *number) for key, number in zip(keys, numbers, strict=True)]
@@ -242,23 +254,27 @@ SENTENCE = ("The", "pass", "key", "is")
 
 
 @register((".", *SENTENCE, *DIGITS), filler=".")
-def passkey(random: RandomState, size: int, digits: int = 5) -> Problem:
+def passkey(random: RandomState, size: int, digits: Few = 5) -> Problem:
     """The number that a sentence among `size` blanks names (2305.16300)."""
-    _number("digits", digits, 1, 64)
     number = drawn(random, DIGITS, digits)
     hidden = scattered(random, [question(*SENTENCE, *number)], "." * size)
     return hidden + question(*SENTENCE) + answer(*number)
 
 
 @register("=?" + DIGITS + LETTERS + NAMES, filler=LETTERS)
-def variable_tracking(random: RandomState, size: int, chains: int = 2, hops: int = 2) -> Problem:
+def variable_tracking(
+    random: RandomState, size: int, chains: Chains = 2, hops: Hops = 2
+) -> Problem:
     """The value of a variable that was assigned through others (RULER, 2404.06654).
 
     `chains` values go through `hops` further variables each, among `size` letters. RULER asks for
     all variables of a value; here the value of the last variable of a chain is asked for.
     """
-    _number("chains", chains, 1, len(DIGITS))
-    _number("hops", hops, 0, len(NAMES) // chains - 1)
+    if chains * (hops + 1) > len(NAMES):
+        raise UserError(
+            f"task_args.hops: {chains} chains of {hops} hops need more than {len(NAMES)} names"
+            " - give less"
+        )
     names = without_repeats(random, NAMES, chains * (hops + 1))
     values = without_repeats(random, DIGITS, chains)
     # Statements of all chains are mixed, those of one chain stay in their order.
@@ -277,12 +293,13 @@ def variable_tracking(random: RandomState, size: int, chains: int = 2, hops: int
 
 
 @register("wri01")
-def flip_flop(random: RandomState, size: int, ignored: float = 0.8) -> Problem:
+def flip_flop(
+    random: RandomState, size: int, ignored: Annotated[float, Field(ge=0, le=1)] = 0.8
+) -> Problem:
     """What was last written, among `size` + 1 instructions to write, read or ignore (2306.00946).
 
     `ignored`: share of the instructions between the first, a write, and the last, a read
     """
-    _number("ignored", ignored, 0.0, 1.0)
     rest = (1 - ignored) / 2
     bounds = np.searchsorted([rest, 2 * rest], random.random_sample(size + 1), side="right")
     instructions = ["wri"[number] for number in bounds]
@@ -298,12 +315,13 @@ def flip_flop(random: RandomState, size: int, ignored: float = 0.8) -> Problem:
 
 
 def _elements(group: str) -> list[str]:
-    _one_of("group", group, ("S3", "S4", "S5"))
     return list(map("".join, itertools.permutations("12345"[: int(group[1])])))
 
 
 @register(lambda group: ("=", *_elements(group)))
-def word_problem(random: RandomState, size: int, group: str = "S5") -> Problem:
+def word_problem(
+    random: RandomState, size: int, group: Literal["S3", "S4", "S5"] = "S5"
+) -> Problem:
     """The product of permutations, each applied after the one before (2404.08819, 2505.16381).
 
     group: S3, S4 or S5. A permutation is one token that says where 1, 2, 3, … go. The papers ask
@@ -314,19 +332,6 @@ def word_problem(random: RandomState, size: int, group: str = "S5") -> Problem:
     for element in elements[1:]:
         product = "".join(element[int(place) - 1] for place in product)
     return question(*elements, "=") + answer(product)
-
-
-def _number(name: str, value: Any, least: float, most: float) -> None:
-    """Raise UserError unless the value of an option is a number from least to most."""
-    if type(value) not in (int, type(most)) or not least <= value <= most:
-        raise UserError(
-            f"task_args.{name}: {value!r} is not a number from {least} to {most} - give another"
-        )
-
-
-def _one_of(name: str, value: Any, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise UserError(f"task_args.{name}: {value!r} - use {' or '.join(choices)}")
 
 
 # --- As a text of a training and a measurement ---
@@ -351,14 +356,13 @@ class TaskText:
                 f"data_path: no task is called '{self.name[:40]}' - {guess} There are"
                 f" {', '.join(TASKS)}"
             )
-        defaults = TASKS[self.name].defaults
-        for key in self.options:
-            if key not in defaults:
-                raise UserError(
-                    f"task_args: {self.name} has no option '{key}' - it has"
-                    f" {', '.join(defaults) or 'none'}"
-                )
-        _ = self.generate(1), self.words  # which checks the values
+        task = TASKS[self.name]
+        try:
+            task.options.model_validate(dict(self.options))
+        except ValidationError as fault:
+            has = ", ".join(task.defaults) or "none"
+            raise UserError(f"task_args: {in_words(fault)} - {self.name} has {has}") from None
+        self.generate(1)  # which checks them together
 
     @cached_property
     def all_options(self) -> dict:

@@ -24,7 +24,6 @@ from megatron.files import (
     read_small,
     sha256_of,
 )
-from megatron.splits import TASK_PREFIX
 from megatron.strict_json import parse
 
 LONGEST = 2**31 - 1  # tokens of a document
@@ -82,11 +81,6 @@ class TokenFile:
         compared with the sha256 in PREFIX.json, `verify` does it with any.
         """
         place = str(prefix)
-        if place.startswith(TASK_PREFIX):
-            raise UserError(
-                f"data_path: {place} is a task, which has no files - train.py and evaluate.py alone"
-                f" read it, as data_path: {place}"
-            )
         # os.path.isfile, because it is also False for names that are too long.
         missing = [file for file in (f"{place}.bin", f"{place}.idx") if not os.path.isfile(file)]
         if missing:

@@ -1,4 +1,4 @@
-"""Curves over length, step or position, token accuracy as a heatmap, and the files of figures."""
+"""Curves over length, step or position, and the files of figures."""
 
 import math
 import textwrap
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib.style
-import numpy as np
 import pandas as pd
 import yaml
 from matplotlib.figure import Figure
@@ -21,10 +20,9 @@ from megatron.errors import UserError
 from megatron.files import write_output
 from megatron.results.files import PICTURES
 from megatron.results.labels import kinds, runs, sections
-from megatron.results.row import TASK, Row, grouped, trained_length
+from megatron.results.row import Row, grouped, trained_length
 from megatron.results.statistics import half_octaves
-from megatron.results.table import GUESSES, OTHER_TEXT, TOKENS_RIGHT, cell, setting, starred
-from megatron.splits import TASK_PREFIX
+from megatron.results.table import OTHER_TEXT, PERPLEXITY, cell, quantities_of, setting
 
 GREY = "#666666"
 WIDE = 4  # a logarithmic axis from this ratio of largest to smallest value on
@@ -32,9 +30,6 @@ MARK = "megatron/report"  # the creator of a picture, for the program that may r
 # In inches: the width of a paper's text, a panel without its legend, a line of a legend.
 WIDTH, PANEL, LINE = 5.5, 3.6, 0.17
 LETTERS = 72  # of a line of a legend
-# A heatmap: inches of a column and of a letter of a label, panels side by side, and the percentage
-# from which on a number is white.
-COLUMN, LETTER, ACROSS, DARK = 0.44, 0.06, 3, 72
 
 OVER_SEEDS = "Each curve is a mean over seeds. A bar is one standard deviation to either side."
 BY_POSITION = (
@@ -76,11 +71,13 @@ Groups = Mapping[str, Sequence[Row]]  # the rows of each curve, by its label
 class Panel(NamedTuple):
     """Curves in one pair of axes.
 
+    axis, quantity: what the level and the upright axis show
     groups: all rows by label, which give looks; curves: by label, as `curve` makes them
     joined: whether lines join the places of a curve; not where each place has its own text
     """
 
     axis: str
+    quantity: str
     groups: Groups
     curves: Mapping[str, pd.DataFrame]
     joined: bool = True
@@ -129,36 +126,32 @@ def plot_results(
     """
     group = kinds if over_seeds else runs
     texts = {heading: group(members) for heading, members in sections(rows).items()}
-    are_tasks = {row.get("protocol") == TASK for row in rows}
-    if len(are_tasks) > 1:
-        raise UserError(f"{path}: tasks and texts have no common plot - give the files of one kind")
     if over_training:
         figure = draw_over_training(rows, over_seeds=over_seeds)
-    elif True in are_tasks:
-        figure = draw_accuracy(texts, title or "Token accuracy beyond the training length")
     elif len(texts) == 1 and all(row.get("position_losses") for row in rows):
         (groups,) = texts.values()
         figure = draw_by_position(groups, next(iter(groups)))
     else:
-        title = title or "Perplexity beyond the training length"
-        figure = draw_perplexity(*texts.values(), title=title)
+        title = title or "Results beyond the training length"
+        figure = draw_by_length(*texts.values(), title=title)
     write(figure, path)
 
 
-def perplexities(axis: str, groups: Groups, key: str, without: Collection[str] = ()) -> Panel:
-    """Perplexity by a key of rows; without: labels to leave out."""
+def by_key(axis: str, groups: Groups, key: str, without: Collection[str] = ()) -> Panel:
+    """Perplexity by a key of rows, of a task token accuracy; without: labels to leave out."""
+    rows = [row for group in groups.values() for row in group]
+    quantity, *_ = quantities_of(rows)
     curves = {}
     for label in groups.keys() - without:
-        curves[label] = curve((row[key], row["perplexity"]) for row in groups[label])
-    protocols = {row.get("protocol") for rows in groups.values() for row in rows}
-    return Panel(axis, groups, curves, protocols.isdisjoint(OTHER_TEXT))
+        curves[label] = curve((row[key], quantity.of(row)) for row in groups[label])
+    protocols = {row.get("protocol") for row in rows}
+    return Panel(axis, quantity.name, groups, curves, protocols.isdisjoint(OTHER_TEXT))
 
 
-def draw_perplexity(*texts: Groups, without: Collection[str] = (), title: str = "") -> Figure:
-    """Curves of perplexity by length, in a panel for each text; without: labels to leave out."""
+def draw_by_length(*texts: Groups, without: Collection[str] = (), title: str = "") -> Figure:
+    """Curves by length, in a panel for each text; without: labels to leave out."""
     axis = "evaluation length (tokens)"
-    panels = [perplexities(axis, groups, "length", without) for groups in texts]
-    return draw(panels, "perplexity", title)
+    return draw([by_key(axis, groups, "length", without) for groups in texts], title)
 
 
 def draw_over_training(rows: Sequence[Row], *, over_seeds: bool = False) -> Figure:
@@ -176,8 +169,8 @@ def draw_over_training(rows: Sequence[Row], *, over_seeds: bool = False) -> Figu
             for row in sorted(measured, key=lambda row: row["length"]):
                 axis = f"step, at {row['length']} tokens"
                 panels.setdefault(axis, {}).setdefault(label, []).append(row)
-    drawn = [perplexities(axis, groups, "step") for axis, groups in panels.items()]
-    return draw(drawn, "perplexity", "Perplexity over training", by_step=True)
+    drawn = [by_key(axis, groups, "step") for axis, groups in panels.items()]
+    return draw(drawn, "Results over training", by_step=True)
 
 
 def draw_by_position(groups: Groups, minus: str, without: Collection[str] = ()) -> Figure:
@@ -188,17 +181,16 @@ def draw_by_position(groups: Groups, minus: str, without: Collection[str] = ()) 
         points = losses_by_position(groups[label])
         points["mean"] -= reference
         curves[label] = points.dropna(subset="mean")
-    panel = Panel("position (tokens)", groups, curves)
-    quantity = "difference in loss (nats per token)"
-    return draw([panel], quantity, f"Loss minus that of {minus}", BY_POSITION)
+    panel = Panel("position (tokens)", "difference in loss (nats per token)", groups, curves)
+    return draw([panel], f"Loss minus that of {minus}", BY_POSITION)
 
 
 def draw(
-    panels: Sequence[Panel], quantity: str, title: str, caption: str = "", *, by_step: bool = False
+    panels: Sequence[Panel], title: str, caption: str = "", *, by_step: bool = False
 ) -> Figure:
     """Means over seeds with their spread, and legends in the order of the last values.
 
-    quantity: what the upright axes show; by_step: places are steps, on a linear axis
+    by_step: places are steps, on a linear axis
     """
     height = 0.0
     with style():
@@ -222,17 +214,17 @@ def draw(
                 every = math.ceil(len(points) / 8)  # about eight markers on a curve
                 look |= {"label": textwrap.fill(text, LETTERS), "markevery": every}
                 axes.errorbar(points.index, mean, points["std"], errorevery=every, **look)
-            heading = f"{quantity} at the right end"
+            heading = f"{panel.quantity} at the right end"
             if left_out := [label for label in panel.groups if label not in curves]:
                 heading = f"{heading}; not drawn: {'; '.join(left_out)}"
 
             lowest, highest = min(means, default=0), max(means, default=0)
-            if highest > WIDE * lowest > 0:
+            if panel.quantity == PERPLEXITY.name and highest > WIDE * lowest > 0:
                 axes.set_yscale("log")
                 if highest < 1000 * lowest:
                     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
                 axes.yaxis.set_major_formatter("{x:g}")
-            axes.set(xlabel=panel.axis, ylabel=quantity)
+            axes.set(xlabel=panel.axis, ylabel=panel.quantity)
             if not by_step:
                 axes.set_xscale("log", base=2)
                 trained = sorted({trained_length(row) or 0 for row in rows} - {0})
@@ -260,56 +252,6 @@ def draw(
         figure.set_size_inches(WIDTH, height)
     has_spread = any(points["std"].any() for panel in panels for points in panel.curves.values())
     figure.set_label(f"{caption} {OVER_SEEDS if has_spread else ''}".strip())
-    return figure
-
-
-def draw_accuracy(texts: Mapping[str, Groups], title: str = "") -> Figure:
-    """A heatmap of the percentage of answer tokens that are right, with its numbers.
-
-    texts: for each task, by its heading, the rows of each line by its label
-
-    A column is a length, ± is one standard deviation over seeds.
-    """
-    labels = list(dict.fromkeys(label for groups in texts.values() for label in groups))
-    across = min(len(texts), ACROSS)
-    down = math.ceil(len(texts) / across)
-    columns = 4  # at least, for the heading
-    with style():
-        figure = Figure(layout="constrained")
-        panels = figure.subplots(down, across, squeeze=False, sharey=True).ravel()
-        for unused in panels[len(texts) :]:
-            unused.set_axis_off()
-        for axes, (heading, groups) in zip(panels, texts.items(), strict=False):
-            rows = [row for group in groups.values() for row in group]
-            lengths = sorted({row["length"] for row in rows})
-            columns = max(columns, len(lengths))
-            shares = np.full((len(labels), len(lengths)), np.nan)
-            for line, label in enumerate(labels):
-                measured = groups.get(label, ())
-                points = curve((row["length"], TOKENS_RIGHT.of(row)) for row in measured)
-                for length, mean, std in points.itertuples():
-                    column = lengths.index(length)
-                    shares[line, column] = mean
-                    text = f"{mean:.0f}" if math.isnan(std) else f"{mean:.0f}±{std:.0f}"
-                    colour = "white" if mean > DARK else "black"
-                    axes.text(column, line, text, ha="center", va="center", color=colour)
-            axes.imshow(shares, cmap="Blues", vmin=0, vmax=100, aspect="auto")
-            axes.set_xticks(range(len(lengths)), starred(rows, lengths))
-            axes.set_yticks(range(len(labels)), labels)
-            axes.tick_params(length=0)
-            axes.spines[:].set_visible(False)
-            axes.set_xlabel("length (tokens), * in training")
-            guess = GUESSES.get(rows[0].get("corpus") or "")
-            guessing = f" (guessing: {guess} %)" if guess else ""
-            axes.set_title(f"{heading.removeprefix(TASK_PREFIX)}{guessing}")
-
-        caption = "% of answer tokens right, ± standard deviation over seeds; empty: no number"
-        figure.set_label(caption)
-        if title:
-            figure.supxlabel(caption, x=0.01, ha="left", fontsize=7)
-        width = LETTER * max(map(len, labels)) + across * (COLUMN * columns + 0.3)
-        set_title(figure, title, width)
-        figure.set_size_inches(width, 0.6 + down * (0.19 * len(labels) + 0.6))
     return figure
 
 

@@ -11,22 +11,20 @@ from jinja2 import Environment, FileSystemLoader
 from matplotlib.figure import Figure
 
 from megatron.errors import UserError
-from megatron.files import check_output, write_output
+from megatron.files import write_output
 from megatron.protocols import description
 from megatron.report.curves import (
-    draw_accuracy,
+    draw_by_length,
     draw_by_position,
-    draw_perplexity,
     picture,
     write,
 )
 from megatron.results.comparison import compared
 from megatron.results.comparison_table import how_made, tables_of
 from megatron.results.files import PICTURES
-from megatron.results.gain import Gain, gains_of, table_of_gains
-from megatron.results.labels import kinds, matching, runs, sections, select
+from megatron.results.labels import kinds, matching, sections, select
 from megatron.results.row import COLUMNS, TASK, Row, plain, shown_fact
-from megatron.results.table import BITS, Table, by_length, quantities_of, table_of_text, with_bits
+from megatron.results.table import BITS, Table, quantities_of, table_of_text, with_bits
 
 MARK = b'name="generator" content="megatron/report"'  # of page.html
 
@@ -36,7 +34,6 @@ class Section:
     """One text and protocol.
 
     figures: by the names of their files; each has its caption as its label
-    coloured: of one run of each encoding, the gains of the tokens of its text
     notes: on the tables
     """
 
@@ -44,7 +41,6 @@ class Section:
     about: str
     tables: list[Table]
     figures: dict[str, Figure] = field(default_factory=dict)
-    coloured: dict[str, Gain] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -66,20 +62,11 @@ def page_of(rows: Sequence[Row], against: str | None = None) -> list[Section]:
     return [*page, Section("Models", "What was measured.", [models])]
 
 
-def _section(heading: str, members: Sequence[Row], against: str | None, prefix: str) -> Section:
-    rows: list[Row] = []
-    for row in members:
-        # A pass by position measures doublings of the training length below its own, too.
-        trained, length = row.get("train_length") or row["length"], row["length"]
-        doublings = {trained << power for power in range(length.bit_length())}
-        shorter = doublings.intersection(row.get("position_edges") or [])
-        rows += by_length([row], [*sorted(at for at in shorter if at < length), length])
-    groups, groups_of_members = kinds(rows), kinds(members)
+def _section(heading: str, rows: Sequence[Row], against: str | None, prefix: str) -> Section:
+    groups = kinds(rows)
     tables = [table_of_text(rows, quantity, over_seeds=True) for quantity in quantities_of(rows)]
     if with_bytes := with_bits(rows):
         tables.append(table_of_text(with_bytes, BITS, over_seeds=True))
-    if gains := table_of_gains(members):
-        tables.append(gains)
     protocol = rows[0].get("protocol") or ""
     section = Section(heading, description(protocol), tables)
 
@@ -92,25 +79,18 @@ def _section(heading: str, members: Sequence[Row], against: str | None, prefix: 
         named = against is not None and matching(against, groups)
         reference = select(against or "", groups) if named else next(iter(groups))
     figures = {}
-    if protocol == TASK:
-        figures["accuracy"] = draw_accuracy({heading: groups})
-    elif len({row["length"] for row in rows}) > 1:
-        figures["perplexity"] = draw_perplexity(groups)
-        if far and len(groups) >= len(far) + 2:
-            figures["perplexity-near"] = draw_perplexity(groups, without=far)
+    if len({row["length"] for row in rows}) > 1:
+        name = "accuracy" if protocol == TASK else "perplexity"
+        figures[name] = draw_by_length(groups)
+        if far and protocol != TASK and len(groups) >= len(far) + 2:
+            figures["perplexity-near"] = draw_by_length(groups, without=far)
     if reference and any(row.get("position_losses") for row in rows):
         figures["position"] = draw_by_position(groups, reference, far)
     section.figures = {f"{prefix}{name}": figure for name, figure in figures.items()}
 
-    for label, group in groups_of_members.items():
-        first_run, *_ = runs(group).values()
-        for gain in gains_of(first_run)[-1:]:
-            lengths = f"{gain.short['length']} to {gain.long['length']}"
-            section.coloured[f"{label}, {lengths}"] = gain
     if reference and len(groups) > 1:
         try:
-            # The beginnings of longer windows have no losses by window.
-            comparisons = compared(groups_of_members, reference)
+            comparisons = compared(groups, reference)
         except UserError as fault:
             section.notes = [str(fault)]
         else:
@@ -122,20 +102,13 @@ def _section(heading: str, members: Sequence[Row], against: str | None, prefix: 
 # --- Files ---
 
 
-def check_page(path: Path) -> None:
-    """Raises UserError if something else is in the way of a page."""
-    check_output(path, MARK)
-
-
-def write_page(
-    page: Sequence[Section], path: Path, *, title: str, plots: Path | None = None
-) -> None:
+def write_page(page: Sequence[Section], path: Path, plots: Path | None = None) -> None:
     """Write the page, and with `plots` its figures as files in that folder."""
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
     environment.filters["base64"] = lambda figure: base64.b64encode(
         picture(figure, ".svg")
     ).decode()
-    text = environment.get_template("page.html").render(sections=page, title=title)
+    text = environment.get_template("page.html").render(sections=page)
     if plots is not None:
         for section, suffix in itertools.product(page, PICTURES):
             for name, figure in section.figures.items():

@@ -11,7 +11,7 @@ import scipy
 from pydantic import BaseModel, Field, model_validator
 
 from megatron.errors import UserError, in_words
-from megatron.files import read_small
+from megatron.files import ROOT, read_small
 from megatron.results.comparison import ALPHA, FEW, SEEDS, Difference, difference_of
 from megatron.results.labels import facts_of, kinds, labels_of, other_differences
 from megatron.results.row import (
@@ -56,6 +56,7 @@ Rows with a window or a method for longer texts answer only claims that name thi
 that differ in dtype, windows_per_step, trained_on, parent_model or an axis of their sweep."""
 GROUP = (*SETTING, "train_length", "step")  # equal on both sides, if none names them
 LARGEST = 1 << 20  # bytes of a file of claims
+SHIPPED = ROOT / "configs" / "claims"
 
 Length = int | Annotated[str, Field(pattern=r"^(>= )?(\d{1,12}|(\d{1,12} )?L)$")]
 
@@ -117,8 +118,14 @@ class File(BaseModel, extra="forbid"):
     claims: list[Claim] = Field(min_length=1)
 
 
-def read_claims(path: Path) -> tuple[str, list[Claim]]:
-    """The source and the claims of a file; UserError for a fault."""
+def read_claims(name: str) -> tuple[str, list[Claim]]:
+    """The source and claims of a file, or of a name in configs/claims; UserError for a fault."""
+    shipped = {path.stem: path for path in sorted(SHIPPED.glob("*.yml"))}
+    path = shipped.get(name) or Path(name)
+    if not path.exists():
+        raise UserError(
+            f"{path}: there is no such file of claims - configs/claims has {', '.join(shipped)}"
+        )
     try:
         file = File.model_validate(parse(read_small(path, LARGEST).decode()))
     except (OSError, ValueError) as fault:

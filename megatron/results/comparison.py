@@ -1,25 +1,20 @@
 """Encodings against one of them, length by length: differences, intervals, claims."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 
 from megatron.errors import UserError
 from megatron.results.labels import labels_of, other_differences, select
-from megatron.results.row import (
-    SETTING,
-    Row,
-    grouped,
-)
+from megatron.results.row import SETTING, Row, grouped
 from megatron.results.statistics import Estimate, holm, mean_of, mean_of_blocks, mean_over_seeds
 from megatron.results.table import mean_and_std, setting
 
 ALPHA = 0.05
 SEEDS = 3  # common seeds that a claim about an encoding needs
 PLACES = (*SETTING, "length", "tokens")  # runs of a seed may have their own text
-TARGETS = ("corpus", "part", "split", "tokenizer", "length")  # of two protocols
 FEW = 20  # windows, below which an interval over windows covers less than 95 %
 WORSE, BETTER = "†", "‡"
 
@@ -49,7 +44,7 @@ class Difference:
         return {-1, 1} <= set(signs)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass
 class Comparison:
     """An encoding at one length, and its loss minus that of the reference.
 
@@ -74,9 +69,10 @@ class Comparison:
         """Whether the difference is one of encodings."""
         return self.difference is not None and self.difference.is_claim
 
-    def spread(self, key: str) -> tuple[float | None, float | None]:
-        """The mean of a key of the rows, and its standard deviation over seeds."""
-        return mean_and_std([cast("Mapping[str, Any]", row).get(key) for row in self.rows])
+    @property
+    def perplexity(self) -> tuple[float | None, float | None]:
+        """The mean of the rows, and its standard deviation over seeds."""
+        return mean_and_std([row["perplexity"] for row in self.rows])
 
     @property
     def mark(self) -> str:
@@ -93,27 +89,12 @@ def compared(kinds: Mapping[str, Sequence[Row]], against: str | None = None) -> 
     """Every encoding at every length of every setting, compared with one of them.
 
     kinds: rows by label, as `kinds` of megatron.results.labels returns them
-    against: the reference; the first encoding if it is None. The name of a protocol compares the
-        rows of each encoding with its own rows under that protocol, where both scored the same
-        targets.
+    against: the reference; the first encoding if it is None
 
     Raises UserError if nothing can be paired, or a seed was measured on two texts of one size.
     """
-    protocols = {row.get("protocol") for rows in kinds.values() for row in rows}
-    comparisons: list[Comparison] = []
-    if against in protocols:
-        for label, rows in kinds.items():
-            settings = grouped(rows, SETTING)
-            names = [f"{label}, protocol {members[0].get('protocol')}" for members in settings]
-            examples = [members[0] for members in settings]
-            labels = labels_of(examples, SETTING, names)
-            by_protocol = dict(zip(labels, settings, strict=True))
-            reference = f"{label}, protocol {against}"
-            if reference in by_protocol:
-                comparisons += _pairs(by_protocol, reference, TARGETS)
-    else:
-        reference = select(against, kinds) if against else next(iter(kinds))
-        comparisons = _pairs(kinds, reference, PLACES)
+    reference = select(against, kinds) if against else next(iter(kinds))
+    comparisons = _pairs(kinds, reference)
 
     differing = [pair for pair in comparisons if pair.encoding != pair.reference]
     if differing and not any(pair.difference for pair in differing):
@@ -121,22 +102,16 @@ def compared(kinds: Mapping[str, Sequence[Row]], against: str | None = None) -> 
         each_once = "\n  ".join(reasons)
         raise UserError(f"nothing can be compared with {differing[0].reference}:\n  {each_once}")
 
-    tested = [number for number, pair in enumerate(comparisons) if pair.p is not None]
-    corrected = holm([comparisons[number].p or 0.0 for number in tested])
-    for number, p in zip(tested, corrected, strict=True):
-        comparisons[number] = replace(comparisons[number], p=p)
+    tested = [pair for pair in comparisons if pair.p is not None]
+    for pair, p in zip(tested, holm([pair.p or 0.0 for pair in tested]), strict=True):
+        pair.p = p
     return comparisons
 
 
-def _pairs(
-    kinds: Mapping[str, Sequence[Row]], reference: str, keys: Sequence[str]
-) -> list[Comparison]:
-    """Each kind at each place minus the reference, with p that are not corrected.
-
-    keys: what agrees at one place
-    """
+def _pairs(kinds: Mapping[str, Sequence[Row]], reference: str) -> list[Comparison]:
+    """Each kind at each place minus the reference, with p that are not corrected."""
     label_of = {id(row): label for label, rows in kinds.items() for row in rows}
-    places = grouped([row for rows in kinds.values() for row in rows], keys)
+    places = grouped([row for rows in kinds.values() for row in rows], PLACES)
     names = [setting(rows) for rows in places]
     headings = labels_of([rows[0] for rows in places], ("split", "tokenizer"), names)
     comparisons = []
@@ -151,25 +126,19 @@ def _pairs(
                     f"{label}: a seed was measured on two texts at length {length}"
                     " - give the results of one of them"
                 )
-            pair = Comparison(
-                setting=heading, length=length, encoding=label, reference=reference, rows=ours
-            )
+            pair = Comparison(heading, length, label, reference, ours)
             theirs = rows_of.get(reference)
             if label != reference and theirs is None:
-                pair = replace(pair, reason=f"{reference} was not measured here")
+                pair.reason = f"{reference} was not measured here"
             elif label != reference and theirs:
-                unlike = other_differences(ours[0], theirs[0])
                 try:
-                    difference = difference_of(ours, theirs)
+                    pair.difference = difference_of(ours, theirs)
                 except UserError as reason:
-                    pair = replace(pair, reason=str(reason))
+                    pair.reason = str(reason)
                 else:
-                    pair = replace(
-                        pair,
-                        difference=difference,
-                        p=difference.estimate.p if difference.is_claim else None,
-                        other_differences="; ".join(unlike.values()),
-                    )
+                    pair.p = pair.difference.estimate.p if pair.is_claim else None
+                    unlike = other_differences(ours[0], theirs[0])
+                    pair.other_differences = "; ".join(unlike.values())
             comparisons.append(pair)
     return comparisons
 

@@ -4,38 +4,33 @@ from collections.abc import Iterable, Sequence
 
 from megatron.results.comparison import ALPHA, BETTER, SEEDS, WORSE, Comparison
 from megatron.results.statistics import corrected_for, perplexity_of
-from megatron.results.table import BITS, Table, cell, with_spread
+from megatron.results.table import Table, cell, with_spread
 
 
-def tables(
-    comparisons: Sequence[Comparison], *, form: str = "text", bits_per_byte: bool = False
-) -> str:
+def tables(comparisons: Sequence[Comparison], form: str = "text") -> str:
     """A table for each setting and length, and beneath them how the numbers were made.
 
     form: text, markdown or latex
-    bits_per_byte: with a column of them
     """
-    shown = tables_of(comparisons, bits_per_byte=bits_per_byte)
+    shown = tables_of(comparisons)
     line_break = {"text": "\n", "markdown": "  \n", "latex": "\n% "}[form]
     notes = line_break.join(["", *how_made(comparisons)]).lstrip()
     return "\n\n".join([*(table.written(form) for table in shown), notes])
 
 
-def tables_of(comparisons: Sequence[Comparison], *, bits_per_byte: bool = False) -> list[Table]:
+def tables_of(comparisons: Sequence[Comparison]) -> list[Table]:
     """A table for each setting, length and reference."""
     places: dict[tuple[str, int, str], list[Comparison]] = {}
     for pair in comparisons:
         places.setdefault((pair.setting, pair.length, pair.reference), []).append(pair)
-    return [_table(group, bits_per_byte) for group in places.values()]
+    return list(map(_table, places.values()))
 
 
-def _table(pairs: Sequence[Comparison], bits_per_byte: bool) -> Table:
+def _table(pairs: Sequence[Comparison]) -> Table:
     lines, notes = [], []
     for pair in pairs:
         line = {"encoding": pair.encoding, "seeds": str(len(pair.rows))}
-        line["perplexity"] = pair.mark + with_spread(cell, *pair.spread("perplexity"))
-        if bits_per_byte:
-            line["bits per byte"] = with_spread(BITS.form, pair.spread("bits_per_byte")[0], None)
+        line["perplexity"] = pair.mark + with_spread(cell, *pair.perplexity)
         lines.append(line)
         if pair.reason:
             notes.append(f"{pair.encoding}: {pair.reason}")

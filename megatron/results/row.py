@@ -101,7 +101,6 @@ class Pieces(TypedDict, total=False):
     window_losses: list[float] | None
     window_tokens: list[Count]  # [windows], scored targets of each, if these differ
     token_losses: list[float]  # of the targets of the first windows, if they were asked for
-    token_texts: list[str]  # of the first of these
     block_losses: list[float]  # [blocks], mean loss of consecutive blocks of up to 512 targets
     block_tokens: list[Count]  # [blocks], scored targets of each, if not every block has 512
 

@@ -143,28 +143,20 @@ def test_a_fault_leaves_everything_as_it_was(text, monkeypatch):
         own(text, "file")
 
 
-def test_parts_are_merged_to_the_bytes_of_one_run_and_finished_ones_are_kept(text, monkeypatch):
+def test_groups_of_files_are_merged_to_the_bytes_of_one_run(text):
     inputs = Path("texts")
-    (inputs / "deeper").mkdir(parents=True)
-    for number, name in enumerate(("b.txt", "a.txt", "deeper/c.txt", "z.txt", "empty.txt")):
-        (inputs / name).write_text(f"text {number} of {name}\n" * number)
-    text.rename(inputs / "several.jsonl")
+    inputs.mkdir()
+    for number, name in enumerate(("b.txt", "a.txt", "z.txt")):
+        (inputs / name).write_text(f"text {number} of {name}\n" * (number + 1))
     own(inputs, "data", "-t", "CharLevelTokenizer")
-    for part in ("3/3", "1/3", "2/3"):  # in any order
-        own(inputs, "data", "-t", "CharLevelTokenizer", "--part", part)
-    again = own(inputs, "data", "-t", "CharLevelTokenizer", "--part", "2/3")
-    assert again.startswith("already prepared")
-    parts = [f"data/mine-{number}-of-3/mine_text_document" for number in (1, 2, 3)]
+    for name in ("a", "b", "z"):
+        own(inputs / f"{name}.txt", f"data-{name}", "-t", "CharLevelTokenizer")
+    parts = [f"data-{name}/mine/mine_text_document" for name in ("a", "b", "z")]
     whole, merged = Path("data/mine/mine_text_document"), Path("merged")
     assert merge([*parts, "-o", str(merged)]) == 0
     for suffix in (".bin", ".idx"):
         expected = whole.with_name(whole.name + suffix).read_bytes()
         assert merged.with_suffix(suffix).read_bytes() == expected
-    cards = [TokenFile.open(prefix).meta for prefix in (whole, merged, parts[1])]
-    for key in ("corpus", "tokenizer", "sources", "text_bytes", "documents", "dtype"):
+    cards = [TokenFile.open(prefix).meta for prefix in (whole, merged)]
+    for key in ("tokenizer", "sources", "text_bytes", "documents", "dtype"):
         assert cards[0][key] == cards[1][key]
-    assert cards[2]["part"] == "2/3"
-    assert len(cards[2]["sources"]) == 2
-
-    own(inputs, "data", "-t", "CharLevelTokenizer", "--part", "1/1", "--overwrite")
-    assert "part" not in TokenFile.open(whole).meta

@@ -132,7 +132,7 @@ def test_the_files_of_a_data_set_are_downloaded_once_at_one_commit(hub, prepare)
     assert done.returncode == 0, done.stderr
 
 
-def test_with_a_limit_or_a_part_only_the_files_that_it_needs_are_downloaded(hub, prepare):
+def test_with_a_limit_only_the_files_that_it_needs_are_downloaded(hub, prepare):
     def downloaded():
         return {path.rpartition("/")[2] for path, _ in hub.asked if "/resolve/" in path}
 
@@ -142,8 +142,6 @@ def test_with_a_limit_or_a_part_only_the_files_that_it_needs_are_downloaded(hub,
     assert downloaded() == {"train-0.jsonl"}
     card = TokenFile.open("data/mine/mine_text_document").meta
     assert (card["documents_limit"], len(card["sources"])) == (2, 1)
-    done = prepare("mine", "-d", "other", "-t", "CharLevelTokenizer", "--part", "2/2")
-    assert "--vocab-size: is for a tokenizer that is trained here" in done.stderr
     write_recipe(**TRAIN | {"count": 3})
     done = prepare("mine", "-d", "third")
     assert f"hf:{NAME}: has 2 of the 3 files - " in done.stderr
@@ -159,10 +157,8 @@ def test_files_at_hand_need_no_network(monkeypatch, caplog):
     folder = Path("hand")
     (folder / "deep").mkdir(parents=True)
 
-    def read(part=(1, 1)):
-        corpus = named("mine", Path("data"), from_dir=folder)
-        corpus.part = part
-        return list(corpus.documents())
+    def read():
+        return list(named("mine", Path("data"), from_dir=folder).documents())
 
     write_recipe(**TRAIN, at_hand=["*.jsonl"])
     with pytest.raises(UserError, match=r"--from-dir: hand has no files of mine, which are data/"):
@@ -175,7 +171,6 @@ def test_files_at_hand_need_no_network(monkeypatch, caplog):
         read()
     (folder / "train-1.jsonl").write_bytes(lines("too"))
     assert read() == ["copied", "too"]
-    assert [read((number, 2)) for number in (1, 2)] == [["copied"], ["too"]]
 
 
 def test_a_copy_of_a_whole_data_set_gives_the_files_of_the_recipes_folder():

@@ -26,8 +26,8 @@ MEASURED = [
 def shown(tmp_path):
     """A function: the HTML of rows."""
 
-    def html(measured, title="t", **options):
-        write_page(page_of(measured, **options), tmp_path / "page.html", title=title)
+    def html(measured, **options):
+        write_page(page_of(measured, **options), tmp_path / "page.html")
         return (tmp_path / "page.html").read_text(encoding="utf-8")
 
     return html
@@ -48,7 +48,7 @@ def test_the_page_takes_nothing_from_elsewhere_and_no_text_of_a_row_is_markup(sh
     keys = ("pos_emb", "corpus", "part", "protocol", "checkpoint", "device", "commit", "reason")
     hostile = dict.fromkeys(keys, evil) | {"pos_emb_args": {"kernels": [evil]}}
     measured = [row | hostile | {"perplexity": None, "loss": None} for row in MEASURED[:2]]
-    page = shown([*measured, *MEASURED], evil)
+    page = shown([*measured, *MEASURED])
     references = re.findall(r'(?:href="|src="|url\()([^")]+)', page)
     links = {text.removeprefix("#") for text in references if not text.startswith("data:")}
     assert links == {*re.findall(r' id="([^"]+)"', page)}
@@ -100,7 +100,7 @@ def test_encodings_are_compared_on_the_same_text_or_the_page_says_why_not():
     assert "nothing can be compared with alibi:" in note
 
 
-def test_tasks_have_heatmaps_and_tables():
+def test_tasks_have_curves_and_tables():
     tasks = answers("rotary", {512: (1.0, 1.0), 1024: (0.5, 0.0)}, seed=1)
     tasks += answers("rotary", {512: (1.0, 1.0), 1024: (0.4, 0.0)}, seed=2)
     tasks += answers("learned", {512: 0.97, 1024: None}, reason="it ends")
@@ -112,22 +112,6 @@ def test_tasks_have_heatmaps_and_tables():
         ["learned", "1", "97.0", "n/a"],
     ]
     assert whole.body[0] == ["rotary", "2", "100.0 ± 0.0", "0.0 ± 0.0"]
-
-
-def test_the_text_of_a_section_is_coloured_by_what_far_context_gains(shown):
-    losses = {64: [3.0, 3.0, 3.0, 3.0], 512: [1.5, 2.8, 3.0, 4.5]}
-    facts = {"protocol": "tail", "tail": 2, "tokens": 4, "windows": 2, "text": "ab"}
-    facts["token_texts"] = ["x", " <b>", "␊", "y"]
-    measured = []
-    for length, token_losses in losses.items():
-        measured += rows("mep", {length: 10.0}, token_losses=token_losses, **facts)
-    page = shown(measured)
-    assert '<span class="gain2" title="+1.50">x</span>' in page
-    assert '<span class="gain1" title="+0.20"> &lt;b&gt;</span></p>' in page  # ends its window
-    assert '<span class="lose0" title="+0.00">↵\n</span>' in page
-    assert '<span class="lose2" title="-1.50">y</span></p>' in page
-    table = next(table for table in tables_of(page) if "mean gain" in table[0])
-    assert table[1][:3] == ["mep", "64 to 512", "4"]
 
 
 def test_curves_that_stay_low_are_drawn_once_more():

@@ -12,7 +12,7 @@ ROWS = ROOT / "docs/demo.jsonl"
 RUN = "{run} --lengths 64"
 COMMANDS = {
     "a.md": "tools/compare.py {input} -o",
-    "claims.md": "tools/claims.py kerple {input} -o",
+    "claims.md": "tools/compare.py {input} --claims kerple -o",
     "a.png": "tools/show_results.py {input} -o",
     "a.svg": "tools/show_results.py {input} -o",
     "a.pdf": "tools/show_results.py {input} -o",

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from megatron.data.corpora.hub import asking
 from megatron.data.corpora.source_code import Environment, Package, Repeats
-from megatron.data.readers import Corpus, Files, files_in, files_of_part
+from megatron.data.readers import Corpus, Files, files_in
 from megatron.errors import UserError, did_you_mean
 from megatron.files import ROOT, atomic_write, sha256_of
 
@@ -163,7 +163,7 @@ class FromRecipe(Files):
             self.paths = self.paths or at_hand(self.name, self.recipe, self.from_dir)
             return super().needed()
         commit, names = self._listed
-        paths = (self._download(name, commit) for name in files_of_part(names, self.part))
+        paths = (self._download(name, commit) for name in names)
         return paths if self.limit else list(paths)
 
     @cached_property
