@@ -23,7 +23,6 @@ from megatron.config.schema import (
 )
 from megatron.files import write_text
 from megatron.positions import (
-    NAMES_IN_FILES,
     defaults_of,
     fingerprint,
     options_of,
@@ -102,11 +101,7 @@ class Config(Sections):
         not_empty = {key: value for key, value in shaping.items() if value != {}}
         not_empty.pop("pos_emb_file", None)
         if self.pos_emb_code is not None:  # the text counts, not where the file is
-            digest = syntax_fingerprint(self.pos_emb_code)
-            names = NAMES_IN_FILES.get(digest)
-            text = json.dumps(not_empty)
-            if names is None or any(json.dumps(name) in text for name in names):
-                not_empty["pos_emb_file"] = digest
+            not_empty["pos_emb_file"] = syntax_fingerprint(self.pos_emb_code)
         return fingerprint(json.dumps(_canonical(not_empty), sort_keys=True))[:12]
 
     def model_keys(self) -> dict[str, Any]:
@@ -183,10 +178,6 @@ class Config(Sections):
                 trains and validates and whole_corpora and not data.valid_data_paths,
                 "valid_data_paths: not given; train_data_paths leaves no text for validations;"
                 " give corpora for them, or eval_interval: 0",
-            ),
-            (
-                trains and checkpoint.finetune and not checkpoint.load,
-                "load: not given; finetune starts from the checkpoint in this folder",
             ),
         ]
         faults = [message for is_missing, message in needs if is_missing]

@@ -27,9 +27,6 @@ LEAST, MOST = 1e-12, 1e12  # what `positive` takes
 FILES: dict[str, str] = {}
 """The users' own files that were loaded: path by fingerprint of the code."""
 
-NAMES_IN_FILES: dict[str, set[str]] = {}
-"""What each of them registers, by fingerprint of the code."""
-
 LARGEST_USER_FILE = 1 << 24  # bytes
 
 RETURNED = {
@@ -122,9 +119,6 @@ def load_file(path: str | Path) -> str:
                 del table[name]
         raise UserError(f"pos_emb_file: {problem}")
     FILES[digest] = path
-    NAMES_IN_FILES[digest] = (
-        (REGISTRY.keys() | ALIASES.keys()) - before[0].keys() - before[1].keys()
-    )
     return text
 
 

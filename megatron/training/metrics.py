@@ -129,7 +129,7 @@ class Metrics:
         resumed_at: int | None = None,
         run_id: str | None = None,
     ) -> None:
-        self.writers: dict[str, Callable[[Numbers, dict[str, Tensor]], None]] = {}
+        self.writers: dict[str, Callable[[Numbers, Numbers], None]] = {}
         self.lost: set[str] = set()  # places that have failed once
         self.ends: list[Callable[[], None]] = []
         place = ""
@@ -147,8 +147,8 @@ class Metrics:
                 purge_step = resumed_at + 1 if resumed_at else None
                 events = SummaryWriter(settings.tensorboard_dir, purge_step=purge_step)
 
-                def write_events(record: Numbers, learned: dict[str, Tensor]) -> None:
-                    for name, value in _charts(record, learned).items():
+                def write_events(record: Numbers, charts: Numbers) -> None:
+                    for name, value in charts.items():
                         events.add_scalar(name, value, record["step"])
 
                 self.writers[place] = write_events
@@ -167,8 +167,8 @@ class Metrics:
                     " WANDB_MODE=offline to keep the records for `wandb sync`"
                 )
             else:
-                self.writers["use_wandb"] = lambda record, learned: run.log(
-                    {"step": record["step"], **_charts(record, learned)}
+                self.writers["use_wandb"] = lambda record, charts: run.log(
+                    {"step": record["step"], **charts}
                 )
                 # Without teardown a lost server is a traceback at the very end.
                 self.ends += [run.finish, wandb.teardown]
@@ -178,12 +178,23 @@ class Metrics:
     ) -> None:
         """Write one record. kind: train or valid; learned: the encoding's parameters, per head."""
         record: Numbers = {"step": step, "kind": kind}
+        charts: Numbers = {}
         for name, value in numbers.items():  # JSON knows no infinity
             is_finite = not isinstance(value, float) or math.isfinite(value)
             record[name] = value if is_finite else None
+            if record[name] is not None:
+                charts[f"{kind}/{name}"] = value
+        tables = {}
+        for name, tensor in (learned or {}).items():
+            for statistic in ("mean", "min", "max"):
+                charts[f"position/{name}/{statistic}"] = getattr(tensor, statistic)().item()
+            if tensor.numel() <= LARGEST_TABLE:
+                tables[name] = [float(f"{value:.6g}") for value in tensor.flatten().tolist()]
+        if tables:
+            record["position"] = tables
         for place, write in self.writers.items():
             try:
-                write(record, learned or {})
+                write(record, charts)
             except Exception as fault:  # whatever a library or a disk may raise
                 if place not in self.lost:
                     self.lost.add(place)
@@ -200,14 +211,8 @@ class Metrics:
             except Exception as fault:  # whatever a library or a disk may raise
                 logger.warning(f"logging: the last records are lost ({in_words(fault)})")
 
-    def _write_line(self, record: Numbers, learned: dict[str, Tensor]) -> None:
+    def _write_line(self, record: Numbers, charts: Numbers) -> None:
         """Append a whole line, or nothing if the disk is full."""
-        tables = {}
-        for name, tensor in learned.items():
-            if tensor.numel() <= LARGEST_TABLE:
-                tables[name] = [float(f"{value:.6g}") for value in tensor.flatten().tolist()]
-        if tables:
-            record = {**record, "position": tables}
         line = (json.dumps(record) + "\n").encode()
         with self.path.open("ab", buffering=0) as file:
             end = file.tell()
@@ -337,18 +342,6 @@ def _now() -> float:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def _charts(record: Numbers, learned: dict[str, Tensor]) -> dict[str, float]:
-    """Every number by name, and of every parameter of the encoding its mean and range."""
-    charts = {}
-    for name, value in record.items():
-        if name not in ("step", "kind") and value is not None:
-            charts[f"{record['kind']}/{name}"] = value
-    for name, tensor in learned.items():
-        for statistic in ("mean", "min", "max"):
-            charts[f"position/{name}/{statistic}"] = getattr(tensor, statistic)().item()
-    return charts
 
 
 def _make_room(path: Path, resumed_at: int | None) -> None:

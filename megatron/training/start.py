@@ -309,11 +309,9 @@ def match_weights(parent: Saved, model: GPT, called: str | None) -> dict[str, So
 
     called: the parent's name
     Call it before an engine is built. An encoding that layers share is copied to every layer. Those
-    of several layers are not merged into one: they are dropped. Raises UserError if the parent's
-    file of weights is not that of its configuration.
+    of several layers are not merged into one: they are dropped.
     """
-    file = parent.path / WEIGHTS
-    with opened(file) as weights:
+    with opened(parent.path / WEIGHTS) as weights:
         old = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
     with torch.random.fork_rng(devices=[]), Outline():
         positions, old_places = positions_from_config(parent.config)
@@ -322,12 +320,10 @@ def match_weights(parent: Saved, model: GPT, called: str | None) -> dict[str, So
     places = set(zip(old_places, model.position_of_layer, strict=True))
 
     sources: dict[str, Source] = {}
-    outside: dict[str, list[int]] = {}
     kept, new = [], []
     for name, weight in model.named_parameters():
         shape = list(weight.shape)
         if not name.startswith("positions."):
-            outside[name] = shape
             sources[name] = Source(name)
             continue
         initial = weight.detach().clone()
@@ -344,9 +340,6 @@ def match_weights(parent: Saved, model: GPT, called: str | None) -> dict[str, So
                 kept.append(name)
         if sources[name].rows != shape[0]:
             new.append(name)
-    if outside != {name: old[name] for name in old if not name.startswith("positions.")}:
-        raise UserError(f"{file}: does not hold the model of its config.yml - copy it again")
-
     dropped = old.keys() - {source.name for source in sources.values()}
     kept_names, dropped_names, new_names = (
         ", ".join(sorted(names)) or "nothing" for names in (kept, dropped, new)

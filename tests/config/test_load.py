@@ -133,7 +133,6 @@ def test_sections_cannot_be_changed_and_loading_does_not_move_the_random_generat
 def test_training_and_evaluation_name_all_keys_that_are_missing():
     needs = {
         ("train",): ["data_path", "train_iters", "save"],
-        ("train", "finetune=true", "train_iters=1", "save=b", "data_path=a"): ["load"],
         ("train", BLEND[0], "train_iters=5", "save=x"): ["valid_data_paths"],
         ("train", "train_iters=0"): ["load"],  # KERPLE's and MEP's way to measure
         ("evaluate",): ["load"],
