@@ -9,7 +9,6 @@ SAVE/global_step100/model.safetensors       weights in float32, by our names
                     optimizer.safetensors   the optimizer's state, for resuming; see `full_state`
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,7 +39,12 @@ def save(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> Path:
     optimizer = full_state(trainer, keep=grid.first)
     with shared_faults(grid):
         if grid.first:
-            names = not_finite({**weights, **optimizer})
+            # Least and largest show it, at an eighth of a norm's time.
+            names = [
+                name
+                for name, tensor in {**weights, **optimizer}.items()
+                if not torch.stack(torch.aminmax(tensor)).isfinite().all()
+            ]
             if names:
                 raise UserError(
                     f"save: not finite after step {step}: {', '.join(names[:SHOWN])} - nothing was"
@@ -49,16 +53,6 @@ def save(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> Path:
             remove_unfinished(folder)
             write_checkpoint(folder, step, weights, trainer.config, facts, optimizer)
     return folder_of(folder, step)
-
-
-def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Names of the tensors that hold NaN or infinity."""
-    # Least and largest show it, at an eighth of a norm's time.
-    return [
-        name
-        for name, tensor in tensors.items()
-        if not torch.stack(torch.aminmax(tensor)).isfinite().all()
-    ]
 
 
 def full_weights(trainer: Trainer, *, keep: bool = True) -> dict[str, Tensor]:
