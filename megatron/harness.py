@@ -1,7 +1,6 @@
 """Tasks of lm-evaluation-harness on a checkpoint, by its own class for models of transformers."""
 
 import json
-import logging
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -21,8 +20,6 @@ from megatron.parallel.grid import device_alone
 from megatron.parallel.threads import count_parameters, use_threads
 
 MARK = '{"protocol": "tasks"'  # how each line of an output begins
-
-logger = logging.getLogger(__name__)
 
 
 def evaluate_tasks(
@@ -78,7 +75,6 @@ def evaluate_tasks(
     tables = []
     for attention, length in product(variations, lengths):
         model.use_attention(attention)
-        logger.info("%s at %d tokens", ", ".join(names), length)
         wrapped = hflm(
             as_transformers(model), tokenizer=theirs, max_length=length, device=str(device)
         )

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = "the configuration of a GPT-NeoX checkpoint, such as the files of its folder `configs`"
     add("words", nargs="*", metavar="FILE | key=value", help=words)
     add("-o", "--output", type=Path, required=True, metavar="RUN", help="the new run's folder")
-    tokenizer = "if SOURCE has none: tokenizer.json, or a folder with it or GPT-2's two files"
+    tokenizer = "in place of its own: tokenizer.json, or a folder with it or GPT-2's two files"
     add("--tokenizer", type=Path, metavar="FOLDER_OR_FILE", help=tokenizer)
     user_file = "your own file with the encoding of an export, as in pos_emb_file"
     add("--from", dest="file", type="path", metavar="FILE", help=user_file)

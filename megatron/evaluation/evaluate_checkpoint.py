@@ -390,11 +390,7 @@ def evaluate_as_published(config: Config) -> Iterator[MeasuredRows]:
     length = config.data.seq_length_val
     checkpoint = find(checkpoint_folder(config, None))
     dtype = "bf16" if config.precision.dtype == "bf16" else "fp32"
-    logger.info(
-        "train_iters: 0 - %s is measured as KERPLE and MEP do it: protocol paper, %d windows of %d"
-        " tokens of each part, model in %s",
-        *(checkpoint, windows, length, dtype),
-    )
+    logger.info("train_iters: 0 - %s is measured as KERPLE and MEP do it", checkpoint)
     validations = 0  # which the forks count up to this step
     if training.eval_interval:
         validations = (step_of(checkpoint) or 0) * accumulation // training.eval_interval

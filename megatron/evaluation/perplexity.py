@@ -36,13 +36,12 @@ def losses(model: Any, ids: Sequence[int], lengths: Sequence[int]) -> dict[int, 
     model refuses.
     """
     longest = max(lengths, default=0)
-    if longest < 1 or any(length < 1 or longest % length for length in lengths):
-        raise UserError(f"lengths: {lengths} - give whole numbers, each a divisor of the longest")
     text = np.asarray(ids)
-    if len(text) <= longest or not {*text.tolist()} <= {*range(model.vocab)}:
+    divides = longest > 0 and all(length > 0 and longest % length == 0 for length in lengths)
+    if not divides or len(text) <= longest or not {*text.tolist()} <= {*range(model.vocab)}:
         raise UserError(
-            f"ids: give more than {longest} tokens of 0 to {model.vocab - 1}, as the model's"
-            " tokenizer encodes a text"
+            f"lengths: {lengths}: give divisors of the longest, and as ids more tokens than that,"
+            f" of 0 to {model.vocab - 1}, as the model's tokenizer encodes a text"
         )
     targets = (len(text) - 1) // longest * longest
     result = {}

@@ -59,7 +59,11 @@ def open_checkpoint(source: str | Path, config: Config | None = None) -> OpenedM
     """The checkpoint of a source; arguments and errors as for `open_model`."""
     folder = local_folder(source)
     kind = kind_of(folder)
-    check_sums(folder)
+    faults = faults_of(folder) if has_sums(folder) else []
+    if faults:
+        raise UserError(
+            f"{'; '.join(faults[:SHOWN])} - copy the folder again, or export its checkpoint again"
+        )
     if config is not None and kind not in ("gpt-neox", None):
         raise UserError(f"{folder}: has its own configuration - leave the other one out")
     if kind == "ours":
@@ -109,15 +113,6 @@ def kind_of(folder: Path) -> str | None:
 def has_sums(folder: Path) -> bool:
     """Whether a folder is an export of ours, whose checkpoint.json has the sum of each file."""
     return (folder / RECORD).exists() and (folder / huggingface.SETTINGS).is_file()
-
-
-def check_sums(folder: Path) -> None:
-    """Raises UserError unless an exported folder is as it was written; others pass."""
-    faults = faults_of(folder) if has_sums(folder) else []
-    if faults:
-        raise UserError(
-            f"{'; '.join(faults[:SHOWN])} - copy the folder again, or export its checkpoint again"
-        )
 
 
 def local_folder(source: str | Path) -> Path:
