@@ -511,7 +511,6 @@ class TaskText:
         described = {"type": "task", "hash": hash_of(*words), "vocab_size": len(words), "eod": 0}
         return {"corpus": str(self.prefix), "tokenizer": described}
 
-    sums: ClassVar[Mapping[str, str]] = {}
     text_bytes: ClassVar[None] = None
 
     def identity(self) -> dict:

@@ -26,7 +26,6 @@ from megatron.files import (
 )
 from megatron.strict_json import parse
 
-LONGEST = 2**31 - 1  # tokens of a document
 QUICK = 1 << 24  # bytes of a file that is compared with its sha256 whenever it is opened
 EDGE = 1 << 16  # bytes at each end of PREFIX.bin that tell a text from another
 
@@ -45,6 +44,15 @@ class TokenFile:
     """
 
     def __init__(self, prefix: str | Path, vocab: int | None = None) -> None:
+        place = str(prefix)
+        # os.path.isfile, because it is also False for names that are too long.
+        missing = [file for file in (f"{place}.bin", f"{place}.idx") if not os.path.isfile(file)]
+        if missing:
+            raise UserError(
+                f"data_path: there are no token files {' and '.join(missing)} (looked from"
+                f" {Path.cwd()}) - make them: {preparing(place)}; files elsewhere are copied to"
+                " this machine first"
+            )
         self.prefix = Path(prefix)
         suffixes = (".bin", ".idx", ".json")
         self._file, index_file, card = (_with(self.prefix, suffix) for suffix in suffixes)
@@ -80,15 +88,6 @@ class TokenFile:
         Raises UserError if they are missing, damaged or do not belong together. Small files are
         compared with the sha256 in PREFIX.json, `verify` does it with any.
         """
-        place = str(prefix)
-        # os.path.isfile, because it is also False for names that are too long.
-        missing = [file for file in (f"{place}.bin", f"{place}.idx") if not os.path.isfile(file)]
-        if missing:
-            raise UserError(
-                f"data_path: there are no token files {' and '.join(missing)} (looked from"
-                f" {Path.cwd()}) - make them: {preparing(place)}; files elsewhere are copied to"
-                " this machine first"
-            )
         return cls(prefix, vocab)
 
     @property
@@ -301,11 +300,6 @@ class TokenWriter:
     def append(self, content: bytes) -> None:
         """Append one document: its ids in the file's dtype."""
         size = len(content) // self.dtype.itemsize
-        if size > LONGEST:
-            raise UserError(
-                f"{self.prefix}: document {self.documents} has more than {LONGEST} tokens, which"
-                " the format cannot count - cut it into several"
-            )
         self._bin.write(content)
         self._digest.update(content)
         self._sizes.append(size)

@@ -133,7 +133,7 @@ def plot_results(
         figure = draw_by_position(groups, next(iter(groups)))
     else:
         title = title or "Results beyond the training length"
-        figure = draw_by_length(*texts.values(), title=title)
+        figure = draw_perplexity(*texts.values(), title=title)
     write(figure, path)
 
 
@@ -148,7 +148,7 @@ def by_key(axis: str, groups: Groups, key: str, without: Collection[str] = ()) -
     return Panel(axis, quantity.name, groups, curves, protocols.isdisjoint(OTHER_TEXT))
 
 
-def draw_by_length(*texts: Groups, without: Collection[str] = (), title: str = "") -> Figure:
+def draw_perplexity(*texts: Groups, without: Collection[str] = (), title: str = "") -> Figure:
     """Curves by length, in a panel for each text; without: labels to leave out."""
     axis = "evaluation length (tokens)"
     return draw([by_key(axis, groups, "length", without) for groups in texts], title)

@@ -14,8 +14,8 @@ from megatron.errors import UserError
 from megatron.files import write_output
 from megatron.protocols import description
 from megatron.report.curves import (
-    draw_by_length,
     draw_by_position,
+    draw_perplexity,
     picture,
     write,
 )
@@ -81,9 +81,9 @@ def _section(heading: str, rows: Sequence[Row], against: str | None, prefix: str
     figures = {}
     if len({row["length"] for row in rows}) > 1:
         name = "accuracy" if protocol == TASK else "perplexity"
-        figures[name] = draw_by_length(groups)
+        figures[name] = draw_perplexity(groups)
         if far and protocol != TASK and len(groups) >= len(far) + 2:
-            figures["perplexity-near"] = draw_by_length(groups, without=far)
+            figures["perplexity-near"] = draw_perplexity(groups, without=far)
     if reference and any(row.get("position_losses") for row in rows):
         figures["position"] = draw_by_position(groups, reference, far)
     section.figures = {f"{prefix}{name}": figure for name, figure in figures.items()}

@@ -10,9 +10,9 @@ from megatron.errors import UserError
 from megatron.positions import REGISTRY
 from megatron.report.curves import (
     LOOKS,
-    draw_by_length,
     draw_by_position,
     draw_over_training,
+    draw_perplexity,
     looks,
     plot_results,
     write,
@@ -74,7 +74,7 @@ def test_no_text_is_cut_or_covered_and_each_curve_has_a_look_of_its_own(monkeypa
         curve = dict.fromkeys([2**power for power in range(6, 16)], 10.0 + number)
         method = f"yarn,factor={number}" * number if name == "rotary" else None
         measured += rows(name, curve, method=method)
-    figure = draw_by_length(*map(runs, by_text(measured)), title="Longer than the figure " * 6)
+    figure = draw_perplexity(*map(runs, by_text(measured)), title="Longer than the figure " * 6)
     boxes = texts_of(figure, monkeypatch)
     for number, (box, text) in enumerate(boxes):
         assert Bbox.intersection(box, figure.bbox).bounds == box.bounds, text
@@ -118,7 +118,7 @@ def test_means_over_seeds_need_all_of_them_and_no_line_joins_lengths_of_differen
     seeds = rows("t5", {512: 12.0, 1024: 9.0, 2048: None}, seed=1)
     seeds += rows("t5", {512: 10.0, 1024: 9.0, 2048: 7.0}, seed=2)
     for protocol, style in (("paper", "None"), ("position", "None"), ("tail", "-")):
-        (axes,) = draw_by_length(kinds([row | {"protocol": protocol} for row in seeds])).axes
+        (axes,) = draw_perplexity(kinds([row | {"protocol": protocol} for row in seeds])).axes
         assert curves_of(axes) == {"t5: 9.00": [[512, 11], [1024, 9]]}
         line, _, (bars,) = axes.containers[0].lines
         assert line.get_linestyle() == style
@@ -140,7 +140,7 @@ def test_the_look_of_an_encoding_is_its_own_in_every_figure(tmp_path):
     assert len({*map(tuple, LOOKS.values())}) == len(LOOKS)
     names = ["rotary", "bump", "mep_free"]  # a new encoding needs no line there
     assert looks(names) == [looks([name])[0] for name in names]
-    figure = draw_by_length(runs(ROWS))
+    figure = draw_perplexity(runs(ROWS))
     for name in ("a.png", "b.png"):
         write(figure, tmp_path / name)
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()

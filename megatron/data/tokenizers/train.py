@@ -7,25 +7,18 @@ from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
 from megatron.data.tokenizers.tokenizer import END_OF_DOCUMENT
 from megatron.errors import UserError
 
-MOST_ENTRIES = 4_000_000  # memory is taken for all of them before the training
-
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
     """Train a byte-level BPE with <|endoftext|> as id 0: the text of a tokenizer.json.
 
     The same texts give the same tokenizer. Raises UserError for a vocabulary that cannot hold the
-    bytes, or would fill the memory.
+    bytes.
     """
     smallest = len(pre_tokenizers.ByteLevel.alphabet()) + 1
     if vocab_size < smallest:
         raise UserError(
             f"vocab_size: {vocab_size} cannot hold the 256 bytes and {END_OF_DOCUMENT} "
             f"- use at least {smallest}"
-        )
-    if vocab_size > MOST_ENTRIES:
-        raise UserError(
-            f"vocab_size: {vocab_size} is more than any known vocabulary has - use at most"
-            f" {MOST_ENTRIES}"
         )
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(
