@@ -119,7 +119,7 @@ def plot_results(
 ) -> None:
     """Draw perplexity against length, or token accuracy, in a panel for each text and protocol.
 
-    Of one text by position, the loss by position.
+    Of rows by position, the loss by position.
 
     over_seeds: a curve for each encoding instead of each run
     over_training: against the step, in a panel for each length
@@ -128,9 +128,8 @@ def plot_results(
     texts = {heading: group(members) for heading, members in sections(rows).items()}
     if over_training:
         figure = draw_over_training(rows, over_seeds=over_seeds)
-    elif len(texts) == 1 and all(row.get("position_losses") for row in rows):
-        (groups,) = texts.values()
-        figure = draw_by_position(groups, next(iter(groups)))
+    elif all(row.get("position_losses") for row in rows):
+        figure = draw_by_position(*texts.values())
     else:
         title = title or "Results beyond the training length"
         figure = draw_perplexity(*texts.values(), title=title)
@@ -173,16 +172,23 @@ def draw_over_training(rows: Sequence[Row], *, over_seeds: bool = False) -> Figu
     return draw(drawn, "Results over training", by_step=True)
 
 
-def draw_by_position(groups: Groups, minus: str, without: Collection[str] = ()) -> Figure:
-    """Curves of the loss by position; minus: the label whose mean loss is subtracted."""
-    reference = losses_by_position(groups[minus])["mean"]
-    curves = {}
-    for label in groups.keys() - without:
-        points = losses_by_position(groups[label])
-        points["mean"] -= reference
-        curves[label] = points.dropna(subset="mean")
-    panel = Panel("position (tokens)", "difference in loss (nats per token)", groups, curves)
-    return draw([panel], f"Loss minus that of {minus}", BY_POSITION)
+def draw_by_position(*texts: Groups, minus: str = "", without: Collection[str] = ()) -> Figure:
+    """Curves of the loss by position, in a panel for each text; without: labels to leave out.
+
+    minus: the label whose mean loss is subtracted; default: the first of each text
+    """
+    panels = []
+    for groups in texts:
+        subtracted = minus or next(iter(groups))
+        reference = losses_by_position(groups[subtracted])["mean"]
+        curves = {}
+        for label in groups.keys() - without:
+            points = losses_by_position(groups[label])
+            points["mean"] -= reference
+            curves[label] = points.dropna(subset="mean")
+        quantity = f"loss minus that of {subtracted} (nats per token)"
+        panels.append(Panel("position (tokens)", quantity, groups, curves))
+    return draw(panels, "Loss by position", BY_POSITION)
 
 
 def draw(

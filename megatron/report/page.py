@@ -85,7 +85,7 @@ def _section(heading: str, rows: Sequence[Row], against: str | None, prefix: str
         if far and protocol != TASK and len(groups) >= len(far) + 2:
             figures["perplexity-near"] = draw_perplexity(groups, without=far)
     if reference and any(row.get("position_losses") for row in rows):
-        figures["position"] = draw_by_position(groups, reference, far)
+        figures["position"] = draw_by_position(groups, minus=reference, without=far)
     section.figures = {f"{prefix}{name}": figure for name, figure in figures.items()}
 
     if reference and len(groups) > 1:

@@ -106,7 +106,7 @@ def test_a_picture_over_training_has_a_panel_for_each_length():
 def test_a_pass_by_position_is_drawn_as_the_difference_from_an_encoding(tmp_path):
     row = ROWS[0] | {"position_edges": [0, 1, 256, 512], "position_losses": [0.0, 3.0, 2.0]}
     other = row | {"window": 256, "position_losses": [0.0, 3.0, 2.5]}
-    (axes,) = draw_by_position(runs([row, other]), "mep_free").axes
+    (axes,) = draw_by_position(runs([row, other]), minus="mep_free").axes
     curves = curves_of(axes)
     assert curves.keys() == {"mep_free: 0.00", "mep_free, window 256: 0.50"}
     assert [y for _, y in curves["mep_free, window 256: 0.50"]] == [0, 0.5]
