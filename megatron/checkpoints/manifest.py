@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron.config.schema import Parent
-from megatron.errors import UserError, in_words
+from megatron.errors import UserError, control_fault, in_words
 from megatron.files import check_regular, read_small, sha256_of, write_text
 
 logger = logging.getLogger(__name__)
@@ -96,6 +96,8 @@ def read_record(path: Path) -> dict[str, Any]:
     text = text.replace(written_sum.encode(), NO_SUM.encode())
     if hashlib.sha256(text).hexdigest() != written_sum:
         raise Damaged([f"{file}: was changed after it was written"])
+    if fault := control_fault(record):
+        raise Damaged([f"{file}: {fault}"])
     named = FOLDER.fullmatch(path.name)
     if named and int(named[1]) != record["step"]:
         raise Damaged([f"{file}: is the one of step {record['step']}"])
