@@ -35,7 +35,6 @@ SETTINGS = (
     "temperature",
     "top_k",
     "top_p",
-    "repetition_penalty",
     "seed",
     "ignore_eod",
 )
@@ -62,13 +61,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--top-k", type=number(1, MOST), metavar="N", help=top_k)
     top_p = "draw among the likeliest tokens that together have this probability"
     add("--top-p", type=float, metavar="P", help=top_p)
-    penalty = "divides the logits of tokens in the text; 1: no penalty"
-    add("--repetition-penalty", type=float, default=1.0, metavar="X", help=penalty)
     add("--seed", type=number(0, MOST), default=0, metavar="N", help="seed of the random draws")
     samples = "continuations of each prompt; default: 1"
     add("--samples", type=number(1, MOST), default=1, metavar="N", help=samples)
-    stop = "end before this string; may be given several times; \\n is a line feed"
-    add("--stop", action="append", default=[], metavar="TEXT", help=stop)
     ignore_eod = "continue beyond the end of a document"
     add("--ignore-eod", action="store_true", help=ignore_eod)
     add("--no-cache", action="store_true", help="compute all tokens again for each new one")
@@ -81,7 +76,6 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
     """Continue what is asked for, and write it where it is wanted."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")
-    stops = [stop.replace("\\n", "\n").replace("\\t", "\t") for stop in arguments.stop if stop]
     output, samples = arguments.output, arguments.samples
     if output is not None:
         check_output(output)
@@ -118,8 +112,6 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
             )
             for sample, new in enumerate(texts):
                 text = tokenizer.decode(new)
-                for stop in stops:
-                    text, _, _ = text.partition(stop)
                 row = {"prompt": prompt, "continuation": text, "prompt_number": number_of_prompt}
                 lines.append(row | {"sample": sample, "new_tokens": len(new)} | facts)
     finally:

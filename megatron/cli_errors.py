@@ -47,6 +47,8 @@ ENDED = {
     "--max-document-mb": "cut documents of more than 256 MB",
     "--max-unpack-ratio": "leave it out",
     "--task-args": "docs/tasks.md prints a problem",
+    "--stop": "cut the text, or export the checkpoint and use transformers' generate",
+    "--repetition-penalty": "export the checkpoint and use transformers' generate",
     "--part": "give groups of files with --input and --name, and merge their token files",
     "--bits-per-byte": "use tools/show_results.py --bits-per-byte",
 }

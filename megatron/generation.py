@@ -62,7 +62,7 @@ def generated(
 ) -> list[list[int]]:
     """The new tokens of each sample, up to the end of the document or, with ignore_eod, beyond.
 
-    settings: others of transformers' GenerationConfig, such as repetition_penalty
+    settings: others of transformers' GenerationConfig, such as min_p
     """
     from transformers import GenerationConfig  # importing it takes seconds
 

@@ -64,8 +64,8 @@ def _model(model: Model) -> Faults:
     kv_heads = model.num_key_value_heads or heads
     if kv_heads > heads or queries % min(kv_heads, queries):
         yield (
-            f"num_key_value_heads: {kv_heads} do not divide num_attention_heads = {heads};"
-            " give a number that does"
+            f"num_key_value_heads: {kv_heads} do not divide num_attention_heads / heads_per_query ="
+            f" {queries}; give a number that does"
         )
     rows, length = model.max_position_embeddings, model.seq_length
     if rows < length:

@@ -1,4 +1,4 @@
-"""Curves over length, step or position, and the files of figures."""
+"""Curves over length, step or position, accuracy as a heatmap, and the files of figures."""
 
 import math
 import textwrap
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib.style
+import numpy as np
 import pandas as pd
 import yaml
 from matplotlib.figure import Figure
@@ -18,11 +19,21 @@ from matplotlib.transforms import ScaledTranslation
 
 from megatron.errors import UserError
 from megatron.files import write_output
+from megatron.protocols import TASK
 from megatron.results.files import PICTURES
 from megatron.results.labels import kinds, runs, sections
 from megatron.results.row import Row, grouped, trained_length
 from megatron.results.statistics import half_octaves
-from megatron.results.table import OTHER_TEXT, PERPLEXITY, cell, quantities_of, setting
+from megatron.results.table import (
+    OTHER_TEXT,
+    PERPLEXITY,
+    TOKENS_RIGHT,
+    cell,
+    quantities_of,
+    setting,
+    starred,
+)
+from megatron.splits import TASK_PREFIX
 
 GREY = "#666666"
 WIDE = 4  # a logarithmic axis from this ratio of largest to smallest value on
@@ -32,6 +43,10 @@ WIDTH, PANEL, LINE = 5.5, 3.6, 0.17
 LETTERS = 72  # of a line of a legend
 
 OVER_SEEDS = "Each curve is a mean over seeds. A bar is one standard deviation to either side."
+ACCURACY = "% of answer tokens right. ± is one standard deviation over seeds, where above 2."
+DARK = 60  # % from which a cell is so dark that its number is white
+ACROSS = 3  # heatmaps side by side
+CELL, LETTER = (0.42, 0.17), 0.06  # inches of a cell, and of a letter of a label
 BY_POSITION = (
     "Above 0 is worse. Each point is a mean from position p to about 1.4 p of the longest windows."
 )
@@ -128,6 +143,8 @@ def plot_results(
     texts = {heading: group(members) for heading, members in sections(rows).items()}
     if over_training:
         figure = draw_over_training(rows, over_seeds=over_seeds)
+    elif all(row.get("protocol") == TASK for row in rows):
+        figure = draw_accuracy(texts, title or "Token accuracy beyond the training length")
     elif all(row.get("position_losses") for row in rows):
         figure = draw_by_position(*texts.values())
     else:
@@ -151,6 +168,43 @@ def draw_perplexity(*texts: Groups, without: Collection[str] = (), title: str = 
     """Curves by length, in a panel for each text; without: labels to leave out."""
     axis = "evaluation length (tokens)"
     return draw([by_key(axis, groups, "length", without) for groups in texts], title)
+
+
+def draw_accuracy(texts: Mapping[str, Groups], title: str = "") -> Figure:
+    """A heatmap of the percentage of answer tokens that are right, for each task by its heading."""
+    across = min(len(texts), ACROSS)
+    down = math.ceil(len(texts) / across)
+    labels = [label for groups in texts.values() for label in groups]
+    width = across * (LETTER * max(map(len, labels)) + 6 * CELL[0])
+    height = down * (CELL[1] * max(map(len, texts.values())) + 0.7) + 0.4
+    with style():
+        figure = Figure(layout="constrained", figsize=(width, height))
+        set_title(figure, title, width)
+        panels = figure.subplots(down, across, squeeze=False).ravel()
+        for unused in panels[len(texts) :]:
+            unused.set_axis_off()
+        for axes, (heading, groups) in zip(panels, texts.items(), strict=False):
+            rows = [row for group in groups.values() for row in group]
+            points = {}
+            for label, group in groups.items():
+                points[label] = curve((row["length"], TOKENS_RIGHT.of(row)) for row in group)
+            means = pd.DataFrame({label: frame["mean"] for label, frame in points.items()}).T
+            means = means.loc[means.mean(axis=1).sort_values(ascending=False).index]
+            axes.imshow(means, cmap="Blues", vmin=0, vmax=100, aspect="auto")
+            for (line, column), mean in np.ndenumerate(means.to_numpy()):
+                if math.isnan(mean):
+                    continue
+                spread = points[means.index[line]]["std"].get(means.columns[column], 0)
+                text = f"{mean:.0f}±{spread:.0f}" if spread > 2 else f"{mean:.0f}"
+                colour = "white" if mean > DARK else "black"
+                axes.text(column, line, text, ha="center", va="center", color=colour, fontsize=7)
+            axes.set_xticks(range(means.shape[1]), starred(rows, means.columns.astype(int)))
+            axes.set_yticks(range(len(means)), means.index)
+            axes.tick_params(length=0, labelsize=7)
+            axes.set_xlabel("length (tokens), * in training")
+            axes.set_title(heading.removeprefix(TASK_PREFIX).partition(":")[0], fontsize=9)
+    figure.set_label(ACCURACY)
+    return figure
 
 
 def draw_over_training(rows: Sequence[Row], *, over_seeds: bool = False) -> Figure:

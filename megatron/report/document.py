@@ -1,7 +1,4 @@
-"""Write the generated pages: configs/README.md, docs/positions.md and docs/commands (`make docs`).
-
-python -m megatron.report.document --options    of docs/commands only the options, no examples
-"""
+"""Write configs/README.md, docs/positions.md and docs/commands anew (`make docs`)."""
 
 import os
 import shlex
@@ -13,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.cli_errors import command_parser
 from megatron.config.document import README, readme
 from megatron.errors import UserError
 from megatron.files import ROOT, write_text
@@ -81,23 +77,13 @@ def in_process(words: Sequence[str], folder: Path) -> tuple[int, str]:
 
 
 def main() -> None:
-    parser = command_parser(__doc__)
-    parser.add_argument("--options", action="store_true", help="keep the examples as they are")
-    only_options = parser.parse_args().options
-    if not only_options:
-        write_text(README, readme())
-        renew()
+    write_text(README, readme())
+    renew()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_clone(folder)
         for page in session():
-            path = PAGES / f"{page['page']}.md"
-            if only_options:
-                examples, _, _ = path.read_text(encoding="utf-8").partition(OPTIONS)
-                text = examples + options_of(page, folder, in_process)
-            else:
-                text = text_of(page, folder, in_process)
-            write_text(path, text)
+            write_text(PAGES / f"{page['page']}.md", text_of(page, folder, in_process))
 
 
 if __name__ == "__main__":

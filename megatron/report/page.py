@@ -14,6 +14,7 @@ from megatron.errors import UserError
 from megatron.files import write_output
 from megatron.protocols import description
 from megatron.report.curves import (
+    draw_accuracy,
     draw_by_position,
     draw_perplexity,
     picture,
@@ -80,8 +81,10 @@ def _section(heading: str, rows: Sequence[Row], against: str | None, prefix: str
         reference = select(against or "", groups) if named else next(iter(groups))
     figures = {}
     if len({row["length"] for row in rows}) > 1:
-        name = "accuracy" if protocol == TASK else "perplexity"
-        figures[name] = draw_perplexity(groups)
+        if protocol == TASK:
+            figures["accuracy"] = draw_accuracy({heading: groups})
+        else:
+            figures["perplexity"] = draw_perplexity(groups)
         if far and protocol != TASK and len(groups) >= len(far) + 2:
             figures["perplexity-near"] = draw_perplexity(groups, without=far)
     if reference and any(row.get("position_losses") for row in rows):

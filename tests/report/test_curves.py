@@ -125,14 +125,16 @@ def test_means_over_seeds_need_all_of_them_and_no_line_joins_lengths_of_differen
         assert bars.get_segments()[0][1][1] == pytest.approx(11 + math.sqrt(2))
 
 
-def test_tasks_have_a_panel_each_with_the_accuracy_of_their_tokens(tmp_path):
+def test_a_heatmap_has_a_panel_for_each_task_and_the_best_line_first(tmp_path):
     tasks = answers("rotary", {512: 1.0, 1024: 0.5}, seed=1)
     tasks += answers("rotary", {512: 1.0, 1024: 0.4}, seed=2)
     tasks += answers("learned", {512: 0.973, 1024: None, 2048: 0.0}, reason="it ends")
     tasks += answers("none", {512: 0.6, 1024: 0.5}, corpus="task:parity")
     plot_results(tasks, tmp_path / "map.svg", over_seeds=True)
     shown = words(tmp_path / "map.svg")
-    assert {"rotary: 45.00 at 1024", "learned: 0.00", "none: 50.00"} <= {*shown}
+    assert {"copy", "parity", "512*", "2048"} <= {*shown}
+    cells = [text for text in shown if re.fullmatch(r"\d+±\d+|\d{1,3}", text)]
+    assert cells == ["100", "45±7", "97", "0", "60", "50"]
 
 
 def test_the_look_of_an_encoding_is_its_own_in_every_figure(tmp_path):
