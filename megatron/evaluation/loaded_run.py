@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -29,6 +30,8 @@ from megatron.positions.layers import name_of_layers
 from megatron.protocols import Windows
 from megatron.results.row import ATTENTION_INPUTS, EXACT, Facts
 from megatron.results.statistics import bits_per_byte
+
+logger = logging.getLogger(__name__)
 
 BESIDE_TOKENS = "tokenizer.json"  # what prepare_data.py writes beside the tokens
 TokenizerFiles = tuple[str, str | None, str | None]  # tokenizer_type, vocab_file, merge_file
@@ -178,6 +181,7 @@ def _tokenizer(
             is_unknown = expected is None and tokenizer.vocab_size <= vocab
             if tokenizer.hash == expected or is_unknown:
                 return tokenizer
+    logger.info("no tokenizer.json or vocab_file that is there has the hash %s", expected)
     return None
 
 

@@ -142,7 +142,7 @@ def read_ranks(folder: Path) -> dict[int, list[Tensors]]:
         layers[layer][rank] = {}
         for name, tensor in content.items():
             for theirs, ours in RENAMED.items():
-                name = name.replace(theirs, ours)
+                name = str(name).replace(theirs, ours)
             layers[layer][rank][name] = tensor.float()
     if not layers:
         raise UserError(

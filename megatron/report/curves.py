@@ -130,7 +130,6 @@ def plot_results(
     *,
     over_seeds: bool = False,
     over_training: bool = False,
-    title: str = "",
 ) -> None:
     """Draw perplexity against length, or token accuracy, in a panel for each text and protocol.
 
@@ -144,12 +143,11 @@ def plot_results(
     if over_training:
         figure = draw_over_training(rows, over_seeds=over_seeds)
     elif all(row.get("protocol") == TASK for row in rows):
-        figure = draw_accuracy(texts, title or "Token accuracy beyond the training length")
+        figure = draw_accuracy(texts, "Token accuracy beyond the training length")
     elif all(row.get("position_losses") for row in rows):
         figure = draw_by_position(*texts.values())
     else:
-        title = title or "Results beyond the training length"
-        figure = draw_perplexity(*texts.values(), title=title)
+        figure = draw_perplexity(*texts.values(), title="Results beyond the training length")
     write(figure, path)
 
 

@@ -45,7 +45,8 @@ def curves_of(axes):
 
 
 def test_the_picture_names_curves_with_their_last_values_lengths_and_training_length(tmp_path):
-    plot_results(ROWS, tmp_path / "curves.svg", title="Perplexity of $$ \\frac{ <b>")
+    figure = draw_perplexity(runs(ROWS), title="Perplexity of $$ \\frac{ <b>")
+    write(figure, tmp_path / "curves.svg")
     shown = words(tmp_path / "curves.svg")
     labels = ["rotary: 900.0", "learned: 13.00 at 512", "mep_free: 12.00"]
     assert [text for text in shown if text in labels] == labels
