@@ -36,7 +36,8 @@ def owned_file(path: Path, key: str) -> AbstractContextManager[None]:
 def _owned(path: Path, file: Path, key: str) -> Iterator[None]:
     folder = file.parent
     new_folders = [place for place in (folder, *folder.parents) if not place.exists()]
-    lock = FileLock(file, timeout=0, mode=0o666)
+    # A killed owner's child, such as git, may hold its copy of the lock for a moment.
+    lock = FileLock(file, timeout=0.5, mode=0o666)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()

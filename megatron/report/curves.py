@@ -43,9 +43,7 @@ WIDTH, PANEL, LINE = 5.5, 3.6, 0.17
 LETTERS = 72  # of a line of a legend
 
 OVER_SEEDS = "Each curve is a mean over seeds. A bar is one standard deviation to either side."
-ACCURACY = "% of answer tokens right. ± is one standard deviation over seeds, where above 2."
 DARK = 60  # % from which a cell is so dark that its number is white
-ACROSS = 3  # heatmaps side by side
 CELL, LETTER = (0.42, 0.17), 0.06  # inches of a cell, and of a letter of a label
 BY_POSITION = (
     "Above 0 is worse. Each point is a mean from position p to about 1.4 p of the longest windows."
@@ -170,7 +168,7 @@ def draw_perplexity(*texts: Groups, without: Collection[str] = (), title: str = 
 
 def draw_accuracy(texts: Mapping[str, Groups], title: str = "") -> Figure:
     """A heatmap of the percentage of answer tokens that are right, for each task by its heading."""
-    across = min(len(texts), ACROSS)
+    across = min(len(texts), 3)
     down = math.ceil(len(texts) / across)
     labels = [label for groups in texts.values() for label in groups]
     width = across * (LETTER * max(map(len, labels)) + 6 * CELL[0])
@@ -201,7 +199,9 @@ def draw_accuracy(texts: Mapping[str, Groups], title: str = "") -> Figure:
             axes.tick_params(length=0, labelsize=7)
             axes.set_xlabel("length (tokens), * in training")
             axes.set_title(heading.removeprefix(TASK_PREFIX).partition(":")[0], fontsize=9)
-    figure.set_label(ACCURACY)
+    figure.set_label(
+        "% of answer tokens right. ± is one standard deviation over seeds, where above 2."
+    )
     return figure
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.cli_errors import command_parser
 from megatron.config.document import README, readme
 from megatron.errors import UserError
 from megatron.files import ROOT, write_text
@@ -77,6 +78,7 @@ def in_process(words: Sequence[str], folder: Path) -> tuple[int, str]:
 
 
 def main() -> None:
+    command_parser(__doc__).parse_args()
     write_text(README, readme())
     renew()
     with tempfile.TemporaryDirectory() as name:
