@@ -1,5 +1,7 @@
 #!/usr/bin/env python
-"""Start a script on all devices: check its configuration, then start one process for each device.
+"""Start a script on every device of this machine or of several machines.
+
+It checks the script's configuration first, and starts one process for each device.
 
 python deepy.py train.py configs/mep.yml seed=1235
 python deepy.py evaluate.py configs/mep.yml --lengths 512 1024

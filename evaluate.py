@@ -1,4 +1,4 @@
-"""Perplexity of a checkpoint at several lengths, in one process and on the same text.
+"""Measure a checkpoint's perplexity at several lengths, or run lm-eval tasks.
 
 Several GPUs share the windows.
 

@@ -1,4 +1,4 @@
-"""Turn text into token files: DIR/NAME/NAME_text_document.bin, .idx and .json.
+"""Turn text into token files, and train a tokenizer on it if you like.
 
 python prepare_data.py --list
 python prepare_data.py openwebtext2

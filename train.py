@@ -1,4 +1,4 @@
-"""Train a model, or continue it from its checkpoint.
+"""Train a model, or resume it from its checkpoint.
 
 python deepy.py train.py configs/mep.yml [more.yml …] [key=value …]
 torchrun --nproc-per-node 2 train.py configs/mep.yml

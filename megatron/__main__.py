@@ -1,31 +1,51 @@
-"""`megatron VERB …` starts the script of that name: `megatron sweep run FILE` is tools/sweep.py."""
+"""`megatron NAME …` starts the script of that name: `megatron sweep run FILE` is tools/sweep.py."""
 
 import os
 import sys
 from pathlib import Path
 
+from megatron.cli_errors import purpose
 from megatron.errors import did_you_mean
 
 ROOT = Path(__file__).resolve().parents[1]
+GROUPS = {
+    "data": ("prepare-data", "inspect-files", "merge-data"),
+    "train": ("explain-config", "train", "deepy", "sweep"),
+    "measure": ("evaluate", "generate", "check-encoding", "bench"),
+    "compare": ("compare", "show-results", "reproduce"),
+    "exchange": ("import-checkpoint", "export-checkpoint"),
+}
 
 
 def main() -> None:
-    """Become the script that the command line names."""
-    paths = sorted([*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")])
+    """Become the script that the command line names, or list the scripts."""
+    paths = [*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")]
     scripts = {path.stem.replace("_", "-"): path for path in paths}
-    if not (ROOT / "train.py").is_file():
+    if "train" not in scripts:
         sys.exit(
             "megatron: the commands are scripts of the project's folder - run"
             " pip install -e '.[train]' there"
         )
     words = sys.argv[1:]
-    verb = words[0].replace("_", "-") if words else ""
-    if verb not in scripts:
-        verbs = ", ".join(scripts)
-        usage = f"usage: megatron VERB …, VERB one of {verbs}\n{did_you_mean(verb, scripts)}"
-        sys.exit(usage.strip())
-    script = str(scripts[verb])
+    name = words[0].replace("_", "-") if words else "--help"
+    if name in ("--help", "-h"):
+        sys.stdout.write(overview(scripts))
+        return
+    if name not in scripts:
+        hint = did_you_mean(name, scripts) or "`megatron --help` lists the commands"
+        sys.exit(f"megatron: there is no command {words[0]} - {hint}")
+    script = str(scripts[name])
     os.execv(sys.executable, [sys.executable, script, *words[1:]])
+
+
+def overview(scripts: dict[str, Path]) -> str:
+    """All commands by what people do, each with the first line of its script."""
+    lines = ["usage: megatron COMMAND …    (megatron COMMAND --help shows its options)"]
+    for group, names in GROUPS.items():
+        lines += ["", group]
+        for name in names:
+            lines.append(f"  {name:18} {purpose(scripts[name])}")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """How a command ends: with its status, or with one message and no traceback on the screen."""
 
 import argparse
+import ast
 import faulthandler
 import functools
 import os
@@ -55,6 +56,13 @@ ENDED = {
 """Options and choices that have ended, and what to use instead."""
 
 Words = ParamSpec("Words")
+
+
+def purpose(script: Path) -> str:
+    """What a command does: the first line of its script."""
+    module = ast.parse(script.read_text(encoding="utf-8"))
+    first_line, *_ = (ast.get_docstring(module) or "").splitlines()
+    return first_line
 
 
 def guarded(main: Callable[Words, int | None]) -> Callable[Words, int]:

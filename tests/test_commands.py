@@ -2,6 +2,7 @@
 
 import pytest
 
+from megatron.cli_errors import purpose
 from megatron.report.document import ENVIRONMENT, PAGES, make_clone, session, text_of
 from tests.support import ROOT
 
@@ -20,7 +21,10 @@ def test_every_command_has_a_page_with_todays_options_and_its_examples_run(forks
     }
     index = (PAGES / "README.md").read_text(encoding="utf-8")
     for page in pages:
-        assert f"| [`{page['script']}`]({page['page']}.md) | {page['about']} |\n" in index
+        assert (
+            f"| [`{page['script']}`]({page['page']}.md) | {purpose(ROOT / page['script'])} |\n"
+            in index
+        )
 
     def in_fork(words, folder):
         done = forks.run(*words, env=ENVIRONMENT, cwd=folder)

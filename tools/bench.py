@@ -1,4 +1,4 @@
-"""Time and memory of encodings: of training steps and evaluation, or of attention alone.
+"""Measure time and memory of encodings, in whole steps or in attention alone.
 
 python tools/bench.py --threads 1 --hidden 256 --layers 2 --heads 4 --vocab 1024
 python tools/bench.py alibi kerple_log --attention 512 2048 4096 --threads 1

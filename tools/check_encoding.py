@@ -1,4 +1,4 @@
-"""Test one encoding for the properties that all must have, or draw it.
+"""Test the properties that every encoding must have, or draw an encoding.
 
 python tools/check_encoding.py kerple_log
 python tools/check_encoding.py mep --option "kernels=[exp, kerple_log]" --option weights=learned

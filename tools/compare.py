@@ -1,4 +1,4 @@
-"""Compare encodings, with 95 % intervals of their differences, or test claims about them.
+"""Compare encodings with 95 % intervals, or test claims about them.
 
 python tools/compare.py A.jsonl B.jsonl … [--against NAME] [-o out.md]
 python tools/compare.py A.jsonl B.jsonl … --claims FILE [-o out.md]

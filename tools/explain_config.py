@@ -1,12 +1,13 @@
-"""Explain a configuration: every key with its value, its source and its meaning.
+"""Show what a configuration means, and the memory and time that its run takes.
 
 python tools/explain_config.py configs/125M.yml configs/pos_emb/kerple_log.yml seed=1235
 python tools/explain_config.py configs/125M.yml --brief --gpu h100 --mfu 0.4
 python tools/explain_config.py train.yml exp_configs/ali_tanh_gau_all003_arxiv_1235.yml -o mine.yml
 
-Then the size of the run: parameters, tokens, floating point operations, memory and GPU hours. Hours
-depend on --mfu, the fraction of the data sheet's speed that the run reaches: 0.35 is assumed, the
-log shows yours as `mfu`. Nothing is trained.
+It lists every key with its value, source and meaning, then the size of the run: parameters,
+tokens, floating point operations, memory and GPU hours. Hours depend on --mfu, the fraction of the
+data sheet's speed that the run reaches: 0.35 is assumed, the log shows yours as `mfu`. Nothing is
+trained.
 
 -o writes published files (KERPLE, MEP, GPT-NeoX) as one file in today's spelling. If the pos-emb of
 a file of MEP hides its mixture, kernels are proposed from the file's name.

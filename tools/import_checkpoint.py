@@ -1,4 +1,4 @@
-"""Import a checkpoint from elsewhere as a run's folder; evaluate and train it as any other.
+"""Import a checkpoint of Hugging Face, GPT-NeoX, KERPLE or MEP as a run.
 
 python tools/import_checkpoint.py EleutherAI/pythia-70m -o runs/pythia
 python tools/import_checkpoint.py models/qwen3 -o runs/qwen3 --tokenizer tokenizer.json

@@ -1,4 +1,4 @@
-"""Verify the checkpoints of a run, or show a token file.
+"""Verify the checkpoints of a run, or show what a token file contains.
 
 python tools/inspect_files.py runs/mep                            a run's folder or one checkpoint
 python tools/inspect_files.py data/text/text_text_document        lengths, some text

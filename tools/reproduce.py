@@ -1,4 +1,6 @@
-"""A paper's table beside ours: python tools/reproduce.py kerple_table3 [--run] [--folder DIR]
+"""Compare a paper's table with your own results.
+
+python tools/reproduce.py kerple_table3 [--run] [--folder DIR]
 
 A table of your own is a .yml like those in megatron/results/published, with its sweep beside it.
 Without --run it uses the rows that the sweep has so far; --run first runs the missing cells.

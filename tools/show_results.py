@@ -1,4 +1,4 @@
-"""Results of several runs as tables, and as a plot or one HTML page.
+"""Put results into one table, and into a plot or an HTML page.
 
 python tools/show_results.py RESULTS.jsonl … [-o PLOT.png]
 python tools/show_results.py RESULTS.jsonl … -o report.html [--plots FOLDER]

@@ -1,4 +1,4 @@
-"""Run many trainings from one file: encodings x corpora x seeds x sizes, evaluated and collected.
+"""Run many trainings from one file, and resume where it stopped.
 
 python tools/sweep.py run configs/sweeps/cpu.yml --dry-run   the plan and what it costs
 python tools/sweep.py run kerple-table3 --dry-run --device a100 --jobs 8   on eight A100

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.cli_errors import command_parser
+from megatron.cli_errors import command_parser, purpose
 from megatron.config.document import README, readme
 from megatron.errors import UserError
 from megatron.files import ROOT, write_text
@@ -41,7 +41,7 @@ def make_clone(folder: Path) -> None:
 
 def text_of(page: dict[str, Any], folder: Path, run: Runner) -> str:
     """The commands of a page with what they print, and the options of its script."""
-    parts = [f"# `{page['script']}`", f"{page['about']} [More]({page['more']})."]
+    parts = [f"# `{page['script']}`", f"{purpose(ROOT / page['script'])} [More]({page['more']})."]
     for command in page["run"]:
         status, output = run(shlex.split(command)[1:], folder)
         if status != 0:
