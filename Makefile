@@ -17,7 +17,7 @@ INSTALLED := $(VENV)/installed
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-data demo-mep_free demo-rotary test test-docs gpu-check gpu-check-1 gpu-check-2 gpu-check-3 fuzz faults results results-cpu results-tasks results-abacus results-atlas results-context results-recipe results-growth results-sinks results-documents results-pretrained encodings lint format docs clean
+.PHONY: demo demo-data demo-mep_free demo-rotary test test-docs gpu-check gpu-check-1 gpu-check-2 gpu-check-3 fuzz faults results results-cpu results-tasks results-abacus results-atlas results-context results-recipe results-growth results-sinks results-documents results-pretrained encodings lint format docs docs-site clean
 
 # Everything goes through the commands that a user types. The results are in demo/; an interrupted demo continues where
 # it was. Both encodings are trained at the same time, each on its share of the cores.
@@ -231,6 +231,14 @@ format: $(INSTALLED)
 
 docs: $(INSTALLED)
 	$(PY) -m megatron.report.document
+
+# site/: the same pages as a site with search (MkDocs Material, a further 60 MB in .venv). A broken link is an error.
+SITE_FILES = README.md CONTRIBUTING.md CHANGELOG.md CITATION.cff LICENSE Makefile .devcontainer docs configs megatron
+docs-site: $(INSTALLED)
+	$(PY) -m pip install -q -e '.[site]' -c $(CONSTRAINTS)
+	rm -rf build/site && mkdir -p build/site
+	git ls-files -z $(SITE_FILES) | xargs -0 cp --parents -t build/site
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 # The environment and the caches: what can be had again without training. Data and checkpoints stay.
 clean:
