@@ -62,7 +62,7 @@ With others the script that it would start is run; test_deepy.py is about deepy.
 PAGES = (
     *("tutorial", "questions", "coming_from", "generation", "harness", "evaluation"),
     *("layers", "longer_texts", "watching", "explain_config", "published_files"),
-    *("from_huggingface", "papers", "../README"),
+    *("from_huggingface", "papers", "sweeps", "../README"),
 )
 FILES = (  # that a page shows
     ("coming_from", "yaml", "neox.yml"),
