@@ -97,7 +97,9 @@ class Claim(BaseModel, extra="forbid"):
         if size:
             limit = "more than" if size > 0 else "at most"
             direction = f"{limit} {abs(size)} {self.unit} {direction}"
-        partner = " ".join(filter(None, [self.b, self.b_at and f"at {self.b_at}"]))
+        partner = self.b or ""
+        if self.b_at:
+            partner = f"{partner} at {self.b_at}".strip()
         facts = ", ".join(filter(None, [self.quantity, self.protocol, self.both]))
         return f"{self.a} is {direction} at {self.at} than {partner} ({facts})"
 
