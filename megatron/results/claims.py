@@ -91,9 +91,22 @@ class Claim(BaseModel, extra="forbid"):
 
     @property
     def text(self) -> str:
-        """The fields in a line."""
-        fields = self.model_dump(exclude_defaults=True, exclude={"source"})
-        return "; ".join(f"{key}: {value}" for key, value in fields.items())
+        """In words, such as "rotary is more than 20 % higher at 8 L than at L (perplexity)"."""
+        size = self.lower_by or self.higher_by or 0
+        direction = "higher" if (self.lower_by is None) == (size >= 0) else "lower"
+        if size:
+            limit = "more than" if size > 0 else "at most"
+            direction = f"{limit} {abs(size)} {self.unit} {direction}"
+        partner = self.b or ""
+        if self.b_at:
+            partner = f"{partner} at {self.b_at}".strip()
+        facts = ", ".join(filter(None, [self.quantity, self.protocol, self.both]))
+        return f"{self.a} is {direction} at {self.at} than {partner} ({facts})"
+
+    @property
+    def unit(self) -> str:
+        """Of its size and of differences."""
+        return "%" if self.quantity == "perplexity" else "points"
 
     def names(self, key: str) -> bool:
         """Whether a fact of a side has this key, such as `window` of `window 512`."""
@@ -325,7 +338,7 @@ def table_of(verdicts: Sequence[Verdict], source: str) -> Table:
     examples = [verdict.example for verdict in verdicts if verdict.example]
     names = [f"{text_of(row)}: {row.get('protocol')}" for row in examples]
     settings = iter(labels_of(examples, GROUP, names))
-    head = ("claim", "on", "verdict", "effect", "95 %", "p", "sample", "would decide")
+    head = ("claim", "on", "verdict", "effect [95 %]", "p", "sample", "would decide")
     body, notes = [], []
     for verdict in verdicts:
         claim, difference = verdict.claim, verdict.difference
@@ -334,26 +347,29 @@ def table_of(verdicts: Sequence[Verdict], source: str) -> Table:
         if claim.source:
             notes.append(f"{claim.text}: {claim.source}")
         if difference is None or verdict.example is None:
-            line += [""] * 5
-            notes.append(f"no rows for {claim.text}: {verdict.reason}")
+            line += [""] * 4
+            notes.append(f"no rows: {claim.text}: {verdict.reason}")
             continue
         estimate, unit = difference.estimate, difference.unit
         numbers = np.array([estimate.mean, *(estimate.interval() or ())])
-        mean, *bounds = [f"{100 * number:+.1f} points" for number in numbers]
+        mean, *bounds = [f"{100 * number:+.1f}" for number in numbers]
         if claim.quantity == "perplexity":
-            mean, *bounds = [f"{number:+.3g} %" for number in 100 * np.expm1(numbers)]
+            mean, *bounds = [f"{number:+.3g}" for number in 100 * np.expm1(numbers)]
+        interval = f" [{', '.join(bounds)}]" if bounds else ""
         if unit != "seeds":
             line[2] += "*"
         if unit == "windows" and estimate.n < FEW:
-            notes.append(f"{estimate.n} windows are few: p is too small if neighbours correlate")
+            notes.append(f"{estimate.n} windows are few: if neighbours correlate, p is too small")
         p = f"{verdict.p:.3f}" if verdict.p >= 0.001 else "<0.001"
-        line += [f"{mean} at {verdict.example['length']}", " to ".join(bounds), p]
+        line += [f"{mean} {claim.unit}{interval} at {verdict.example['length']}", p]
         line += [f"{estimate.n:,} {unit}", verdict.needed]
     tests = sum(verdict.difference is not None for verdict in verdicts)
     notes += [
-        f"p: two-sided{corrected_for(tests)}; below {ALPHA:g} one is decided",
-        "effect: a minus b at the length that decides; the interval is not corrected",
-        "would decide: a sample that decides with a power of 80 %, were the effect the one seen",
-        f"* fewer than {SEEDS} common seeds: about these weights on this text, not the encodings",
+        f"p: two-sided{corrected_for(tests)}; a claim is decided if p is below {ALPHA:g}",
+        "effect: first side minus second, at the length that decides; the interval is not"
+        " corrected",
+        "would decide: the sample that decides with a power of 80 %, if the effect is as seen",
+        f"* fewer than {SEEDS} common seeds: this is about these weights on this text, not about"
+        " the encodings",
     ]
     return Table(head, body, list(dict.fromkeys(notes)), title=source)

@@ -69,6 +69,26 @@ def test_a_claim_is_a_direction_and_a_size():
     assert share.excess(0.95) == pytest.approx(0.05)
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"b": "b", "lower_by": 0}, "a is lower at 4 L than b (perplexity)"),
+        (
+            {"b_at": "L", "higher_by": 20},
+            "a is more than 20 % higher at 4 L than at L (perplexity)",
+        ),
+        ({"b": "b", "b_at": 64, "lower_by": 0}, "a is lower at 4 L than b at 64 (perplexity)"),
+        ({"b": "b", "lower_by": -5}, "a is at most 5 % higher at 4 L than b (perplexity)"),
+        (
+            {"b": "b", "higher_by": 90, "quantity": "accuracy", "both": "copy"},
+            "a is more than 90 points higher at 4 L than b (accuracy, copy)",
+        ),
+    ],
+)
+def test_a_claim_is_shown_as_a_sentence(fields, words):
+    assert Claim(a="a", at="4 L", **fields).text == words
+
+
 def test_lengths_are_numbers_or_multiples_of_the_training_length():
     for at, lengths in {
         2048: [2048],
@@ -114,7 +134,7 @@ def test_a_claim_is_judged_in_each_setting_that_has_its_rows():
     assert only(lower("a", "b", both="arxiv"), measured).word == "fails"
     text = table_of(verdicts, "a source").text()
     assert "arxiv valid: equal_tokens" in text
-    assert "-9.61 %" in text
+    assert "-9.61 % [-9.83, -9.38] at 512" in text
 
 
 def test_a_window_answers_only_claims_that_name_it():
