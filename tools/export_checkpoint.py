@@ -33,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
 
     if options.file:
         load_file(options.file)
+    print(f"writing {options.output}, and comparing its logits with ours", flush=True)
     with tempfile.TemporaryDirectory() as modules:
         # transformers reads both where it is imported: nothing is looked up in a network, and no
         # copy of the model's code stays behind.

@@ -22,10 +22,6 @@ from megatron.files import check_regular, folder_beside, sync
 from megatron.splits import PARTS, SPLIT, parse_split, plain_sum
 
 log = logging.getLogger(__name__)
-HELD_OUT = (
-    "the last documents, of files the last by name; `split`, the order of --input or"
-    " valid_data_paths choose others (docs/data.md)"
-)
 DOCUMENTS = 1 << 20  # whose ends are computed at a time
 FORMAT = 1  # part of the name of kept maps: raise it when they change
 
@@ -176,12 +172,12 @@ def _documents_of_parts(tokens: TokenFile, split: str) -> dict[str, range]:
 
 
 def split_in_words(tokens: TokenFile, split: str = SPLIT) -> str:
-    """Documents and tokens of every part, and which are held out."""
+    """Tokens and documents of every part."""
     words = []
     for part, documents in _documents_of_parts(tokens, split).items():
         size = _tokens_of(tokens, documents)
-        words.append(f"{part} {len(documents):,} documents, {size:,} tokens")
-    return f"split {split}: {'; '.join(words)}; held out are {HELD_OUT}"
+        words.append(f"{part} {size:,} tokens ({len(documents):,} documents)")
+    return f"split {split}: {', '.join(words)}"
 
 
 # --- The order of documents and of samples ---

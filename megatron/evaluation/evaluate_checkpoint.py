@@ -110,7 +110,7 @@ def evaluate_training(
     path = folder_of(Path(config.checkpoint.save or ""), record["step"])
     model = load_model(path, config, record, weights.items())
     run = on_text(measurable(model, config, None, path, record))
-    measured_rows(run, options_of_training(config), grid, context, stops=stops)
+    measured_rows(run, options_of_training(config), grid, context, stops=stops, brief=True)
 
 
 def options_of_training(config: Config) -> Options:
@@ -241,11 +241,13 @@ def measured_rows(
     context: Context | None,
     *,
     stops: Callable[[], bool] = lambda: False,
+    brief: bool = False,
 ) -> MeasuredRows:
     """Measure a run on its texts. Every process calls this.
 
     grid: the processes that share the windows; context: those that share each window
     stops: asked before each length; what is not measured yet is left out if it says so
+    brief: log a line for each output, not for each length
     """
     jobs = list(jobs_of(run, options, grid.context_ranks))
     rows: dict[Path, list[Row]] = {job.output: [] for job in jobs}
@@ -255,7 +257,8 @@ def measured_rows(
         run.model.to(grid.device, DTYPES[options.dtype])
         for job in jobs:
             run.model.use_attention(job.attention)
-            logger.info("attention %s", run.model.attention_choice)
+            if not brief:
+                logger.info("attention %s", run.model.attention_choice)
             facts = run.facts(job.attention) | run.begin_of_text | job.facts
             # As the first process reads them: all processes must agree.
             existing = grid.gather(existing_results(job.output))[0]
@@ -266,6 +269,15 @@ def measured_rows(
                 if grid.first and is_new:
                     write_results(job.output, [row])  # at once: the longest length may fail
                 rows[job.output].append(row)
+                if grid.first and not brief:
+                    spent = f"{row['seconds']:.1f} s" if is_new else "kept from an earlier call"
+                    protocol, count = facts["protocol"], row["windows"]
+                    logger.info(f"{protocol} {result_at(row)}, {count} windows, {spent}")
+            if grid.first and brief:
+                results = "; ".join(map(result_at, rows[job.output]))
+                logger.info(
+                    f"step {run.facts(job.attention)['step']}: {facts['protocol']} {results}"
+                )
     return MeasuredRows(rows, lengths)
 
 
@@ -287,14 +299,12 @@ def row_of(
     # A row without a loss has no others either.
     if keep and row and row["loss"] is not None and len(row.get("token_losses", [])) != keep:
         row = None
-    name = f"{facts['protocol']} {windows.length}"
-    spent = "kept from an earlier call"
     if row is None:
         # A log renews the bar every half minute.
         pause = 0.1 if sys.stderr.isatty() else 30.0
         bar = tqdm(
             total=len(windows.ids),
-            desc=name,
+            desc=f"{facts['protocol']} {windows.length}",
             mininterval=pause,
             delay=pause,
             leave=False,
@@ -311,15 +321,16 @@ def row_of(
                 advance=bar.update,
             )
         row = cast(Row, question | numbers)
-        spent = f"{numbers['seconds']:.1f} s"
     if "bytes" not in row:  # the tokenizer may have been absent before
         row = with_facts(row, run.bytes_of_text(job.tokens, windows, row["loss"]))
-    if grid.first:
-        result = f"no perplexity ({row.get('reason')})"
-        if row["perplexity"] is not None:
-            result = f"perplexity {row['perplexity']:.2f}"
-        logger.info("%s: %s, %d windows, %s", name, result, row["windows"], spent)
     return row, row != existing_row
+
+
+def result_at(row: Row) -> str:
+    """The result of a length as a log shows it."""
+    if row["perplexity"] is None:
+        return f"{row['length']}: no perplexity ({row.get('reason')})"
+    return f"{row['length']}: perplexity {row['perplexity']:.2f}"
 
 
 def check_options(config: Config, options: Options) -> None:

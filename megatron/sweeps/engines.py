@@ -178,6 +178,7 @@ def run_on(
             elif waiting[:free]:
                 with _explained(launcher):
                     running |= zip(engine.submit(waiting[:free]), waiting, strict=False)
+                runner.say(f"{launcher}: {len(running)} jobs are submitted")
                 del waiting[:free]
             for job, note in engine.ended(list(running)):
                 cell = running.pop(job)

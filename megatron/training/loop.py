@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save as serialized
 from torch import Tensor
 from torch.profiler import profile
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from megatron.checkpoints.manifest import WEIGHTS
 from megatron.checkpoints.saved import remove_unfinished, with_parent
@@ -83,7 +84,7 @@ def train(config: Config, grid: Grid) -> Path | None:
         run = Run(config, grid, parts, facts, start)
         trainer, losses, stop = run.trainer, run.losses, run.stop
 
-        with contextlib.closing(run.log), stop:
+        with contextlib.closing(run.log), logging_redirect_tqdm(), stop:
             if start.before is None and checkpoint.is_saved(0, config.checkpoint):
                 saved = run.save()
             peak_memory(grid.device)  # so that the first line's peak leaves out the engine's start
@@ -96,6 +97,7 @@ def train(config: Config, grid: Grid) -> Path | None:
                 with run.trace() if traced else contextlib.nullcontext():
                     result = trainer.train_step(run.batches.next_step(length_of_step(config, step)))
                 losses.add(step, result)
+                run.log.bar.update()
 
                 stops = step < steps and stop.due(step)
                 last = stops or step == steps

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import yaml
 from torch import Tensor
+from tqdm import tqdm
 
 from megatron.config import Config
 from megatron.config.schema import Logging, Model
@@ -34,18 +35,18 @@ from megatron.training.trainer import StepResult, Trainer
 
 logger = logging.getLogger(__name__)
 
-SHOWN = 4  # learned numbers of the encoding in a line of the console
+WIDTH = 100  # characters of a line of the log
 CONSOLE = {
     "loss": "loss {:.4f}",
     "lr": "lr {:.2e}",
     "seq_length": "length {}",
-    "grad_norm": "grad norm {:.3f}",
     "tokens_per_second": "{:,.0f} tokens/s",
     "mfu": "MFU {:.1%}",
-    "model_tflops_per_second": "{:.3g} model TFLOP/s",
+    "left": "{} left",
+    "grad_norm": "grad norm {:.3f}",
     "peak_memory_gib": "peak {:.2f} GiB",
 }
-"""The numbers of a record in a line of the console, in this order."""
+"""The numbers of a record in a line of the log, most important first; metrics.jsonl has all."""
 LARGEST_TABLE = 1024
 """Numbers of one parameter that a record may hold: kernels, not a table of learned positions."""
 PEAKS: dict[str, list[float | None]] = yaml.safe_load(
@@ -155,6 +156,7 @@ class Metrics:
                 self.ends.append(events.close)
         except OSError as fault:
             raise cannot_write(place, fault) from None
+        self.places = list(self.writers)
         if settings.use_wandb and run_id is not None:
             try:
                 import wandb  # slow to import
@@ -172,6 +174,7 @@ class Metrics:
                 )
                 # Without teardown a lost server is a traceback at the very end.
                 self.ends += [run.finish, wandb.teardown]
+                self.places.append(f"Weights & Biases ({run.url or run.dir})")
 
     def log(
         self, step: int, kind: str, numbers: Numbers, learned: dict[str, Tensor] | None = None
@@ -246,10 +249,19 @@ class TrainingLog(Metrics):
             resumed_at=record.get("step"),
             run_id=facts.get("wandb"),
         )
+        if self.places:
+            logger.info(f"records: {', '.join(self.places)}")
         self.config, self.grid, self.vocab = config, grid, vocab
         self.steps = config.training.train_iters
         self.first_step = self.last_step = record.get("step", 0)
         self.started = self.moment = _now()
+        self.bar = tqdm(  # on a terminal, where a log has lines
+            total=self.steps,
+            initial=self.first_step,
+            bar_format="step {n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}",
+            disable=not (grid.first and sys.stderr.isatty()),
+        )
+        self.ends.append(self.bar.close)
         self.peak = settings.peak_theoretical_tflops
         if self.peak is None and grid.device.type == "cuda":
             name = torch.cuda.get_device_name(grid.device)
@@ -274,7 +286,7 @@ class TrainingLog(Metrics):
         length = length_of_step(config, step)
         windows = windows_per_step(config) * self.grid.data_ranks
         speed = windows * config.model.seq_length / seconds
-        numbers: Numbers = {"loss": loss, "lr": result.lr, "grad_norm": None}
+        numbers: Numbers = {"loss": loss, "lr": result.lr}
         if config.logging.log_grad_norm and result.grad_norm is not None:
             numbers["grad_norm"] = float(result.grad_norm)
         numbers |= {"tokens_per_second": speed, "seconds_per_step": seconds}
@@ -288,17 +300,14 @@ class TrainingLog(Metrics):
         learned = trainer.model.learned()
         self.log(step, "train", numbers, learned)
 
-        words = [f"step {step}/{self.steps}"]
-        for name, text in CONSOLE.items():
-            if numbers.get(name) is not None:
-                words.append(text.format(numbers[name]))
-        for name, value in list(learned.items())[:SHOWN]:
-            words.append(f"{name} {value.mean():.3f}")
-        # The time that is left if all goes on as it did since the start, pauses included.
+        if not self.bar.disable:
+            self.bar.set_postfix_str(f"loss {loss:.4f}, {speed:,.0f} tokens/s")
+            return
+        # The time that is left if the rest takes as long as the steps so far, with their pauses.
         done = max(1, step - self.first_step)
         left = (_now() - self.started) / done * (self.steps - step)
-        words.append(f"{timedelta(seconds=round(left))} left")
-        logger.info("  ".join(words))
+        numbers["left"] = timedelta(seconds=round(left))
+        logger.info(console_line(f"step {step}/{self.steps}", numbers, learned))
 
     def validation(self, step: int, loss: float) -> None:
         perplexity = math.exp(min(loss, 700.0))
@@ -309,6 +318,18 @@ class TrainingLog(Metrics):
             f"step {step}: validation loss {loss:.4f}, perplexity {perplexity:.3f} at length"
             f" {length}"
         )
+
+
+def console_line(line: str, numbers: Numbers, learned: Mapping[str, Tensor]) -> str:
+    """A beginning, and as many numbers as fit."""
+    words = [text.format(numbers[name]) for name, text in CONSOLE.items() if name in numbers]
+    words += [f"{name} {value.mean():.3f}" for name, value in learned.items()]
+    for word in words:
+        longer = f"{line}  {word}"
+        if len(longer) > WIDTH:
+            break
+        line = longer
+    return line
 
 
 def _run_of_wandb(
