@@ -14,17 +14,19 @@ undecided, where the sample that would decide is named, or has no rows.
 
 import functools
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.cli_errors import command_parser, guarded
 from megatron.errors import UserError
 from megatron.files import write_output
 from megatron.results.claims import FIELDS, judged, read_claims, table_of
-from megatron.results.comparison import compared
+from megatron.results.comparison import Comparison, compared
 from megatron.results.comparison_table import tables
+from megatron.results.effective_length import table_of_effective_lengths
 from megatron.results.files import read_rows
 from megatron.results.labels import kinds
-from megatron.results.row import TASK
+from megatron.results.row import TASK, Row
 
 MARKS = {"markdown": "<!-- by tools/compare.py -->", "latex": "% by tools/compare.py"}
 
@@ -53,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     else:
         comparisons = compared(kinds(rows), options.against)
-        written = functools.partial(tables, comparisons)
+        written = functools.partial(with_effective_lengths, comparisons, rows)
 
     if output:
         form = "latex" if output.suffix == ".tex" else "markdown"
@@ -61,6 +63,15 @@ def main(argv: list[str] | None = None) -> int:
         write_output(output, f"{mark}\n\n{written(form)}\n".encode(), mark.encode())
     print(written("text"))
     return 0
+
+
+def with_effective_lengths(
+    comparisons: Sequence[Comparison], rows: Sequence[Row], form: str
+) -> str:
+    """The tables of comparisons, and that of effective lengths if the rows have any."""
+    effective = table_of_effective_lengths(rows)
+    more = ["", "", effective.written(form)] if effective else []
+    return "\n".join([tables(comparisons, form), *more])
 
 
 if __name__ == "__main__":
