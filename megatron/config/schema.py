@@ -503,7 +503,8 @@ class ZeroOptimization(Section):
     allgather_bucket_size: Many | None = None
     """Numbers gathered at a time."""
     overlap_comm: bool | None = None
-    """Exchange gradients during the backward pass."""
+    """Exchange gradients during the backward pass (unset: if there are several devices). With bf16
+    this has no effect at stage 1."""
     reduce_scatter: bool | None = None
     """Reduce-scatter instead of all-reduce."""
     reduce_bucket_size: Many | None = None
