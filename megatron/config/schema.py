@@ -716,7 +716,10 @@ def keys_of(place: str, section: type[Section], prefix: str = "") -> Iterator[Ke
 
 def default_of(info: FieldInfo) -> Any:
     """The default of a field, or None if a value is required."""
-    return None if info.is_required() else info.get_default(call_default_factory=True)
+    if info.is_required():
+        return None
+    # pydantic 2.10 wants the other values of the section, whether or not the factory takes them.
+    return info.get_default(call_default_factory=True, validated_data={})
 
 
 def file_names(value: Any) -> Any:
