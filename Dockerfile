@@ -1,5 +1,6 @@
 # docker build -t megatron .      with --build-arg USER_ID=$(id -u) where your number is not 1000
-# For drivers from 525 to 579: --build-arg CUDA=12.6.3 --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu126
+# CUDA 13 needs a driver of 580 or newer. For 535, 550, or 560 and newer (what the base image of CUDA 12.6 lets start):
+#   docker build -t megatron . --build-arg CUDA=12.6.3 --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu126
 # docker run --gpus all --shm-size=2g -v "$PWD/data:/app/data" -v "$PWD/runs:/app/runs" megatron python deepy.py train.py configs/mep.yml
 # torch brings its own CUDA libraries; the base image's job is to ask the driver for this version of CUDA.
 ARG CUDA=13.0.1

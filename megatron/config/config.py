@@ -235,7 +235,7 @@ def _shortest(digits: str) -> float:
     return int(number) if number.is_integer() else number
 
 
-def deepspeed_config(config: Config) -> dict[str, Any]:
+def deepspeed_config(config: Config, ranks: int = 1) -> dict[str, Any]:
     """The dictionary for `deepspeed.initialize(config=…)`, without our optimizer and schedule.
 
     The only place that knows DeepSpeed's names for our keys.
@@ -243,6 +243,9 @@ def deepspeed_config(config: Config) -> dict[str, Any]:
     zero = plain(config.parallel.zero_optimization)
     if zero["stage"] == 0:  # buckets act from stage 1 on
         zero = {"stage": 0}
+    elif zero["stage"] < 3 and zero["overlap_comm"] is None:  # at stage 3 DeepSpeed's own default
+        # One rank exchanges nothing: overlapping costs a second buffer and waits for the device.
+        zero["overlap_comm"] = ranks > 1
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": config.training.train_micro_batch_size_per_gpu,
         "gradient_accumulation_steps": config.training.gradient_accumulation_steps,

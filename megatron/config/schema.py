@@ -503,7 +503,8 @@ class ZeroOptimization(Section):
     allgather_bucket_size: Many | None = None
     """Numbers gathered at a time."""
     overlap_comm: bool | None = None
-    """Exchange gradients during the backward pass."""
+    """Exchange gradients during the backward pass (unset: if there are several devices). With bf16
+    this has no effect at stage 1."""
     reduce_scatter: bool | None = None
     """Reduce-scatter instead of all-reduce."""
     reduce_bucket_size: Many | None = None
@@ -715,7 +716,10 @@ def keys_of(place: str, section: type[Section], prefix: str = "") -> Iterator[Ke
 
 def default_of(info: FieldInfo) -> Any:
     """The default of a field, or None if a value is required."""
-    return None if info.is_required() else info.get_default(call_default_factory=True)
+    if info.is_required():
+        return None
+    # pydantic 2.10 wants the other values of the section, whether or not the factory takes them.
+    return info.get_default(call_default_factory=True, validated_data={})
 
 
 def file_names(value: Any) -> Any:

@@ -116,14 +116,9 @@ def connect(backend: str | None = None) -> Grid:
         return grid
 
     import deepspeed  # only now: it reads DS_ACCELERATOR when it is imported
-    import deepspeed.ops
 
-    # DeepSpeed would compile its shared-memory operation at a first run, which needs g++ and ninja
-    # and takes half a minute; after a killed build, every later run waits for its lock for ever.
-    # gloo does the same work. DeepSpeed asks a dict, for which it would run compilers.
-    ops: Any = deepspeed.ops
-    ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
-
+    if not cuda:
+        use_gloo_alone()
     backend = (backend or "nccl") if cuda else "gloo"
     try:
         if cuda:
@@ -145,6 +140,22 @@ def connect(backend: str | None = None) -> Grid:
         ) from fault
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     return grid
+
+
+def use_gloo_alone() -> None:
+    """Give DeepSpeed an accelerator for the CPU that builds no operation of its own.
+
+    It would compile one for shared memory at a first run, which needs g++ and ninja and takes half
+    a minute; after a killed build, every later run waits for its lock for ever. gloo does the same.
+    """
+    from deepspeed.accelerator import set_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    class WithoutOperations(CPU_Accelerator):
+        def create_op_builder(self, op_name: str) -> None:
+            """Nothing builds the operation of this name."""
+
+    set_accelerator(WithoutOperations())
 
 
 def learn_place() -> None:

@@ -58,7 +58,7 @@ class Trainer:
             engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=build_optimizer(model, config.optimizer, grid.device),
-                config=deepspeed_config(config),
+                config=deepspeed_config(config, grid.ranks),
                 dist_init_required=False,
             )
         self.engine: Any = engine

@@ -255,3 +255,16 @@ def test_deepspeed_runs_as_the_precision_needs_it(monkeypatch):
         assert str(theirs.communication_data_type) == "torch.float32"
         assert theirs.gradient_clipping == 1.0
         assert len(config.notes) == (stage != runs)
+
+
+def test_several_ranks_exchange_gradients_during_the_backward_pass(monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    def overlaps(zero, ranks):
+        config = loaded(f"zero_optimization={{{zero}}}")
+        return DeepSpeedConfig(deepspeed_config(config, ranks)).zero_config.overlap_comm
+
+    assert [overlaps(f"stage: {stage}", 2) for stage in (0, 1, 2, 3)] == [False, True, True, True]
+    assert not overlaps("stage: 1", 1)
+    assert not overlaps("stage: 2, overlap_comm: false", 2)
