@@ -62,11 +62,12 @@ With others the script that it would start is run; test_deepy.py is about deepy.
 PAGES = (
     *("tutorial", "questions", "coming_from", "generation", "harness", "evaluation"),
     *("layers", "longer_texts", "watching", "explain_config", "published_files"),
-    *("from_huggingface", "papers", "sweeps", "../README"),
+    *("from_huggingface", "papers", "positions", "sweeps", "../README"),
 )
 FILES = (  # that a page shows
     ("coming_from", "yaml", "neox.yml"),
     ("from_huggingface", "yaml", "graft.yml"),
+    ("positions", "python", "frozen.py"),
 )
 ELSEWHERE = {  # pages whose commands other tests run, and one that holds the page's name
     "add_an_encoding": "tools/test_add_an_encoding.py",

@@ -12,16 +12,17 @@ from megatron.positions.registry import register, whole
 
 @register("abacus")
 class Abacus(Position):
-    """x_t + weight[k + place of the digit in its number, from 1], for other tokens weight[0].
+    """A learned vector for the place of each digit in its number: x_t + weight[k + place].
 
-    In training each pass draws k from 0 … max_k, so that places beyond those of the training's
-    numbers are learned; in evaluation k is 0. Numbers must begin with their ones. The paper has it
-    beside another encoding: `sum` of abacus and none, rotary or fire.
-    With `separators` it is position coupling (arXiv 2405.20671): each text draws its own k from 1
-    on, which is also the row of these tokens; in evaluation k is 1.
+    Places count from 1; other tokens get weight[0]. Numbers must be written with the ones first. In
+    training each pass draws k from 0 … max_k, so that the model also learns places beyond those of
+    its longest numbers. In evaluation k is 0. The paper (arXiv 2405.17399) combines it with another
+    encoding: use `sum` of abacus and none, rotary or fire. With `separators` it is position
+    coupling (arXiv 2405.20671): each text draws its own k from 1 on, and k is also the row of the
+    separators. In evaluation k is 1.
 
-    digits: ids of the tokens that are digits, as the tokenizer has them
-    separators: ids of + and =, whose place is one before the first digit
+    digits: ids of the tokens that are digits in your tokenizer
+    separators: ids of + and =, which count as the place before the first digit
     max_k: the largest random offset; the table has rows for numbers of seq_length + max_k digits
     """
 

@@ -10,17 +10,19 @@ from megatron.positions.registry import positive, register, whole
 
 @register("none", aliases=("nope",))
 class NoPosition(Position):
-    """Nothing is added: the causal mask alone gives the order (NoPE, arXiv 2305.19466)."""
+    """No positions at all: the causal mask alone tells the order (NoPE, arXiv 2305.19466)."""
 
     fork = Fork()
 
 
 @register("learned")
 class Learned(Position):
-    """x_t + weight[t], weight ~ N(0, 0.02²), as in GPT-2: no position beyond the last.
+    """A learned vector for each position: x_t + weight[t], weight ~ N(0, 0.02²), as in GPT-2.
 
-    max_positions: rows of the table, by default the training length; in YAML also
-        max_position_embeddings
+    It has no positions beyond the last row, so it cannot be measured on longer texts.
+
+    max_positions: rows of the table, by default the training length; max_position_embeddings in
+        YAML means the same
     """
 
     fork = Fork({"weight": "weight"})
@@ -47,7 +49,10 @@ class Learned(Position):
 
 @register("sinusoidal")
 class Sinusoidal(Position):
-    """x_t + concat(sin(t·w), cos(t·w)), w_i = base^(-2i/hidden): two halves, as in GPT-NeoX.
+    """Fixed sines and cosines of the position: x_t + concat(sin(t·w), cos(t·w)).
+
+    w_i = base^(-2i/hidden). All sines come first, then all cosines, as in GPT-NeoX (arXiv
+    1706.03762, section 3.5, alternates them).
 
     base: slowest wavelength / 2π
     """

@@ -53,9 +53,10 @@ class Sloped(PerHead, DistanceBias):
     """A kernel with one slope s per head.
 
     slope_factor: multiplies every slope
-    slopes: one number, or a list of one per head; by default the published ones; a head with 0 has
-        no bias, as half the heads of NAPE (arXiv 2506.16640): [1, 0.5, 0, 0]
-    learned_slopes: learn the slopes, starting from the given ones; learned slopes are at least 1e-6
+    slopes: one number, or a list with one per head; by default the published slopes. A head with 0
+        has no bias, as half the heads of NAPE (arXiv 2506.16640): [1, 0.5, 0, 0]
+    learned_slopes: whether the slopes are learned, starting from the given ones; they stay at least
+        1e-6
     """
 
     bounds = {"slopes": (SLOPE_FLOOR, math.inf)}
@@ -91,9 +92,9 @@ class Sloped(PerHead, DistanceBias):
 
 @register("alibi")
 class Alibi(Sloped):
-    """-s · d; as a kernel, exp(-s · d).
+    """A fixed penalty that grows linearly with distance: -s · d; as a kernel, exp(-s · d).
 
-    bias_max: the smallest slope is 2^-bias_max, as MPT calls it; the paper's is 2^-8
+    bias_max: the smallest slope is 2^-bias_max (MPT's name for it); the paper's is 2^-8
     """
 
     claims = KERNEL
@@ -111,9 +112,9 @@ class Alibi(Sloped):
 
 @register("gaussian")
 class Gaussian(Sloped):
-    """-s · d²; as a kernel, MEP's Gaussian exp(-s · d²) (arXiv 2403.17698), with ALiBi's slopes.
+    """A fixed penalty that grows with the square of the distance: -s · d², with ALiBi's slopes s.
 
-    slope_factor, slopes, learned_slopes: as for alibi
+    This is MEP's Gaussian kernel exp(-s · d²) (arXiv 2403.17698).
     """
 
     claims = KERNEL
@@ -127,13 +128,12 @@ class Gaussian(Sloped):
 
 @register("tanh")
 class Tanh(Sloped):
-    """log(1e-6 + 1 + tanh(-s · d)), on the 12 slopes of the authors' code (`tanh_kernel_slopes`).
+    """A fixed penalty from MEP's tanh kernel: log(1e-6 + 1 + tanh(-s · d)).
 
-    They published slopes for 12 heads only. Other numbers of heads take 0.5148 times ALiBi's,
-    about the ratio of the steeper published ones. With slopes s/2 it is the sigmoid kernel
-    of slope s plus the constant log 2, because 1 + tanh(-x/2) = 2 / (1 + exp(x)).
-
-    slope_factor, slopes, learned_slopes: as for alibi
+    The slopes s are those of the authors' code. The authors (arXiv 2403.17698) published slopes for
+    12 heads only (`tanh_kernel_slopes`). For other numbers of heads we use 0.5148 times ALiBi's
+    slopes, which is close to the ratio for 12 heads. With slopes s/2 it equals the sigmoid kernel
+    of slope s plus the constant log 2.
     """
 
     claims = ("zero_at_0", "never_rises")

@@ -15,14 +15,14 @@ POSITIVE = (1e-6, math.inf)
 
 @register("ape_decay")
 class ApeDecay(PerHead, DistanceBias):
-    """-linear · d - log · log(1 + d) - root · √d, three learned positive numbers per head.
+    """Learned linear, logarithmic and square-root penalties: -linear·d - log·log(1 + d) - root·√d.
 
-    The additive part of Adaptive Positional Encoding, without its rotation and its factor on the
-    scores; `sum` joins it to rotary. The paper's text and code were not available: the formula is
-    from a third party's notes. First values are ours: linear from ALiBi's slopes, log and root from
-    U(0, 1).
+    Each head learns three positive numbers. This is the additive part of Adaptive Positional
+    Encoding; its rotation and its factor on the scores are missing, and `sum` combines it with
+    rotary. We had neither the paper's text nor its code: the formula comes from someone else's
+    notes, and the first values are ours (linear: ALiBi's slopes; log and root: U(0, 1)).
 
-    linear, log, root: learned unless given as one number or one per head
+    linear, log, root: learned, unless you give one number or one per head
     """
 
     claims = KERNEL

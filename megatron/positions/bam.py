@@ -13,12 +13,12 @@ EPSILON = 1e-5  # the authors': it keeps a distance of 0 to a negative power fin
 
 @register("bam")
 class Bam(PerHead, DistanceBias):
-    """-exp(log_scale) · (d + 1e-5)^exponent; exponent starts at 1, exp(log_scale) at ALiBi's slope.
+    """A penalty with learned shape and scale: -exp(log_scale) · (d + 1e-5)^exponent.
 
-    The authors' code with the paper's location mu at 0. It starts as ALiBi, up to the 1e-5.
-    Unlike KERPLE's power, the exponent may exceed 2, and it may become negative, which favours far
-    tokens. The paper learns both numbers for every head of every layer: set pos_emb_shared: false.
-    Bounds keep the bias finite in float32 up to a million tokens.
+    It starts as ALiBi (up to the 1e-5). Unlike KERPLE's power, the exponent may exceed 2, and it
+    may become negative, which favours far tokens. This is the authors' code with the location mu
+    fixed at 0. The paper learns both numbers for every head of every layer: set `pos_emb_shared:
+    false`. Bounds keep the bias finite in float32 up to a million tokens.
     """
 
     bounds = {"exponent": (-5.0, 5.0), "log_scale": (-20.0, 16.0)}

@@ -11,10 +11,11 @@ from megatron.positions.registry import positive, register
 
 @register("cable")
 class Cable(Position):
-    """-g_i (S_i - S_j) for query i and key j; S = cumsum(ReLU(x w_c)), g = softplus(x w_s).
+    """A penalty that adds up over the tokens in between: -g_i (S_i - S_j) for query i and key j.
 
-    w_c and w_s have a column for each head, and each layer has its own. The paper prints
-    g_i (S_i - S_j), which would favour far tokens, against its text, figures and code.
+    S = cumsum(ReLU(x w_c)) and g = softplus(x w_s), where w_c and w_s have a column for each head,
+    and each layer has its own. The paper prints the opposite sign, which would favour far tokens
+    and contradicts its text, figures and code.
 
     init_std: standard deviation of the first values of w_c and w_s
     """

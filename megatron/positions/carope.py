@@ -14,14 +14,14 @@ from megatron.positions.rotary import even, rotate_both
 
 @register("carope")
 class CARoPE(Position):
-    """Rotary whose pair c of token i is turned by Σ f(x_t)^c over the tokens t ≤ i.
+    """Rotary with frequencies from the content: pair c of token i turns by Σ f(x_t)^c, t ≤ i.
 
-    f(x) = 1 / (softplus(x·w) + 1) for each head, w learned in each layer (arXiv 2507.23083, section
-    2). There is no released code. We take c = 0 … pairs - 1, which is rotary where f =
-    base^(-2 / head_dim), and the input of each layer's attention as x. f begins near 0.59 and not,
-    as the paper says, at rotary's value, because w has no bias.
+    f(x) = 1 / (softplus(x·w) + 1) for each head, with w learned in each layer (arXiv 2507.23083,
+    section 2). No code was released. We use c = 0 … pairs - 1, which is rotary where f = base^(-2 /
+    head_dim), and the input of each layer's attention as x. f starts near 0.59, not at rotary's
+    value as the paper says, because w has no bias.
 
-    from_one: whether c = 1 … pairs, which is the other reading
+    from_one: whether c = 1 … pairs, the other way to read the paper
     init_std: standard deviation of the first values of w
     """
 

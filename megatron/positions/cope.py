@@ -12,15 +12,15 @@ from megatron.positions.registry import register, whole
 
 @register("cope")
 class CoPE(Position):
-    """q·k/√head_dim + q·e[p] with p = Σ sigmoid(q·k/√head_dim) over the keys from this one on.
+    """A position that counts the keys which the query selects: q·k/√head_dim + q·e[p].
 
-    e has a vector for each of `positions` positions, learned in every layer and shared by its
-    heads; between whole positions it is interpolated, and p stays at the last one (arXiv
-    2405.18719, equations 3 to 6).
+    p = Σ sigmoid(q·k/√head_dim) over the keys from this one to the query. e has a learned vector
+    for each of `positions` positions, in every layer, shared by its heads. Between whole positions
+    it is interpolated, and p stops at the last one (arXiv 2405.18719, equations 3 to 6).
 
-    positions: number of vectors; 64 in the paper's code and in DAPE's
-    scaled: whether q·e is divided by √head_dim too, as in the released code but not in the paper's
-    separate_keys: whether gates have keys of their own, a linear map of the layer's input (the
+    positions: number of vectors; 64 in the code of the paper and of DAPE
+    scaled: whether q·e is also divided by √head_dim, as in the released code but not in the paper
+    separate_keys: whether the gates have their own keys, a linear map of the layer's input (the
         released code's cope_sep_key)
     """
 

@@ -21,14 +21,16 @@ MOST_WIDTH = 4096
 
 @register("dape")
 class Dape(Around):
-    """A + B + f([A; B]): A = q·k/√head_dim, B the bias of another encoding, f over the heads.
+    """A small network that corrects the scores and a bias: A + B + f([A; B]).
 
-    f is a network of two layers with LeakyReLU, applied to each pair of tokens: all heads of A,
-    then all heads of B -> width -> heads (arXiv 2405.14722, equation 4). Each layer of the model
-    has its own. Without a bias, as with `of: none` or rotary, it is A + f(A).
+    A = q·k/√head_dim, and B is the bias of another encoding. f has two layers with LeakyReLU and
+    works on each pair of tokens: all heads of A and of B -> width -> heads (arXiv 2405.14722,
+    equation 4). Each layer of the model has its own f. Without a bias, as with `of: none` or
+    rotary, the formula is A + f(A).
 
-    of: the encoding that gives B; its rotation of queries and keys acts too
-    args: its options; width: of the hidden layer
+    of: the encoding that gives B; if it rotates queries and keys, it still does
+    args: options of that encoding
+    width: width of the hidden layer
     """
 
     per_layer = True
@@ -80,13 +82,11 @@ class Dape(Around):
 
 @register("dape_v2")
 class DapeV2(Dape):
-    """dape with f over three keys side by side: convolutions of 1 x 3 (arXiv 2410.04798).
+    """DAPE whose network also sees the two neighbouring keys: convolutions of 1 x 3.
 
-    Scores and biases of later keys are 0 for f. At the end of the text, the authors' second
-    convolution reads padding, ours the values of a longer text, so that no score depends on later
-    tokens: the score of the last token with itself differs.
-
-    of, args, width: as for dape
+    See arXiv 2410.04798. f sees 0 for the scores and biases of later keys. At the end of the text
+    the authors' second convolution reads padding. Ours reads the values of a longer text, so that
+    no score depends on later tokens; only the score of the last token with itself differs.
     """
 
     taps = 3

@@ -24,17 +24,18 @@ MOST_LAYERS, MOST_WIDTH = 16, 4096
 
 @register("fire")
 class Fire(Position):
-    """MLP(psi(d) / psi(max(L, i))) for query i and the key d tokens back, psi(x) = log(c·x + 1).
+    """A learned function of distance relative to the query's index: MLP(psi(d) / psi(max(L, i))).
 
-    The paper's FIRE has an MLP in each layer: set pos_emb_shared: false. One for all layers, as by
-    default here, is its FIRE-S. Up to index L the bias depends on the distance alone, beyond it on
-    the query's index too.
+    i is the query's index, d the distance, and psi(x) = log(c·x + 1). Up to index L the bias
+    depends only on the distance, beyond it also on the query's index. The paper's FIRE has an MLP
+    in each layer: set `pos_emb_shared: false`. One for all layers, our default, is the paper's
+    FIRE-S.
 
     threshold: L = length_multiplier · threshold; by default half of seq_length, as in DAPE's code
-    mlp_layers: widths of the hidden layers; the paper's listing and DAPE's code have [32]
-    c, length_multiplier: first value, learned and kept positive
+    mlp_layers: widths of the hidden layers; the paper's listing and DAPE's code use [32]
+    c, length_multiplier: first value; it is learned and stays positive
     activation: relu, or leaky_relu as for FIRE inside DAPE's code
-    last_bias: whether the last layer has a bias too, which matters inside DAPE only
+    last_bias: whether the last layer has a bias too; it only matters inside DAPE
     """
 
     # Below these bounds psi(d) / psi(L) is d / L to float32's precision anyway, or L is 0.

@@ -16,22 +16,22 @@ from megatron.positions.rotary import even, rotate
 
 @register("fope")
 class FoPE(Position):
-    """Rotary with Σ_n a_nc cos(tθ_n) as the cosine of pair c at token t, and Σ_n b_nc sin(tθ_n).
+    """Rotary whose angles mix frequencies: Σ_n a_nc cos(tθ_n) and Σ_n b_nc sin(tθ_n) for pair c.
 
-    θ_n are rotary's frequencies whose wavelength is at most seq_length (arXiv 2412.17739, with the
-    first values of the released code). They fill up to a quarter of head_dim pairs. The other pairs
-    have no position; as in the released code their cosine and their sine are both 1. Scores do not
-    depend on the distance alone.
+    These sums at token t replace the cosine and the sine of pair c. θ_n are rotary's frequencies
+    whose wavelength is at most seq_length (arXiv 2412.17739, with the first values of the released
+    code). They fill up to a quarter of head_dim pairs. The other pairs have no position: as in the
+    released code, their cosine and sine are both 1. Scores don't depend on the distance alone.
 
     base: slowest wavelength / 2π
-    dim: the number of rotary's frequencies is half of this, and at least half of head_dim
+    dim: rotary has half as many frequencies; at least head_dim
     keep_slow: whether slower frequencies stay as constants, for as many pairs as rotary turns
-    shared: whether a and b are one matrix for all heads, and not two for each
-    learned: whether they are learned in each layer; if not, as in the paper, all layers have one
-        random draw
-    gain: size of the random part of their first values: 0.3 for 60 million weights, 0.6 for 1.2
+    shared: whether a and b are one matrix for all heads, instead of two for each
+    learned: whether a and b are learned in each layer; otherwise all layers share one random draw,
+        as in the paper
+    gain: size of the random part of the first values; 0.3 for 60 million weights, 0.6 for 1.2
         billion
-    seed: of the draw where they are not learned
+    seed: of the random draw, if a and b are not learned
     """
 
     by_distance = False

@@ -11,13 +11,14 @@ from megatron.positions.registry import positive, register
 
 @register("fox")
 class Fox(Position):
-    """Σ log f_l over the tokens l = j+1 … i between key j and query i, f_l = sigmoid(w·x_l + b).
+    """A forget gate at every token: the bias is Σ log f_l over the tokens l between key and query.
 
-    The Forgetting Transformer (arXiv 2503.02130, equation 5). w and b are learned for each head, in
-    every layer. Without other positions; `sum` joins it to rotary. The paper's "Pro" block is not
-    here.
+    f_l = sigmoid(w·x_l + b), where w and b are learned for each head in every layer, and the sum
+    runs over l = j+1 … i for key j and query i (the Forgetting Transformer, arXiv 2503.02130,
+    equation 5). It needs no other positions; `sum` combines it with rotary. The paper's "Pro" block
+    is not included.
 
-    init_std: standard deviation of the first values of w; b begins at 0, so f near 1/2
+    init_std: standard deviation of the first values of w; b starts at 0, so f starts near 1/2
     """
 
     per_layer = True

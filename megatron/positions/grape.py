@@ -32,14 +32,15 @@ START = -math.log(1000.0 - 1)  # of b; divided by SCALE, so that the first steps
 
 @register("grape_m")
 class GrapeM(Turning):
-    """Rotary with learned frequencies, turned by the position or by Σ sigmoid(w·x_t + b).
+    """Rotary with learned frequencies: turned by the position or by Σ sigmoid(w·x_t + b).
 
-    The commuting form of GRAPE-M (arXiv 2512.07805) with the released code's parameters:
-    frequencies exp(f / 16) for turns by position, or exp(f) for steps by content, with w and b
-    divided by 16 too. Each layer has its own. It turns the other way than rotary.
+    The commuting form of GRAPE-M (arXiv 2512.07805), with the released code's parameters:
+    frequencies are exp(f / 16) if positions turn them and exp(f) if content does; w and b are
+    divided by 16 too. Each layer has its own. It turns in the opposite direction of rotary.
 
-    by_content: whether the step from token t to the next depends on the layer's input, per head
-    by_head: whether each head has frequencies of its own
+    by_content: whether the step from token t to the next depends on the layer's input, for each
+        head
+    by_head: whether each head has its own frequencies
     base: base of the first frequencies, which are rotary's
     """
 
@@ -114,12 +115,12 @@ class GrapeM(Turning):
 
 @register("grape_a")
 class GrapeA(Position):
-    """-d · s softplus(ω) (softplus(q_i·v / √D) + softplus(k_j·u / √D)) with ALiBi's slopes s.
+    """ALiBi whose slopes depend on query and key: -d · s · g(ω) · (g(q·v/√D) + g(k·u/√D)).
 
-    ALiBi whose slopes depend on query and key (GRAPE-A, arXiv 2512.07805). D is head_dim; ω and the
-    directions v and u, made unit vectors, are learned for each head in every layer.
+    g is softplus, s are ALiBi's slopes and D is head_dim. ω and the unit vectors v and u are
+    learned for each head in every layer (GRAPE-A, arXiv 2512.07805).
 
-    gates: which of the two terms there are: query_key, query (the first) or key
+    gates: which of the two terms are used: query_key, query (the first) or key
     """
 
     per_layer = True
@@ -175,14 +176,15 @@ class GrapeA(Position):
 
 @register("grape_ap")
 class GrapeAP(Position):
-    """Σ s log sigmoid(p_i·r_l / D) over the tokens l = j+1 … i, p = P x, with ALiBi's slopes s.
+    """A penalty that adds up along the path to the key: Σ s log sigmoid(p_i·r_l / D).
 
-    The path integral form (GRAPE-AP, arXiv 2512.07805): r_l is p_l over its root mean square,
-    turned by -l radians, all of its pairs by the same angle. P is learned for each head in every
-    layer and begins near 0, so the bias begins near ALiBi's times ln 2. As in the released code p_i
-    is not turned: the bias depends on the indices of both, not on their distance alone.
+    The sum is over l = j+1 … i for query i and key j; p = P x, and s are ALiBi's slopes (GRAPE-AP,
+    arXiv 2512.07805). r_l is p_l divided by its root mean square and turned by -l radians, all
+    pairs by the same angle. P is learned for each head in every layer and starts near 0, so the
+    bias starts near ALiBi's times ln 2. As in the released code p_i is not turned, so the bias
+    depends on both indices, not only on their distance.
 
-    features: D, how many numbers p has for each head
+    features: D, the number of features of p for each head
     """
 
     per_layer = True

@@ -61,9 +61,11 @@ class WeightKernel(Position):
 
 @register("kerple_log")
 class KerpleLog(Kerple, DistanceBias):
-    """-p · log(1 + a·d), p ~ U(0, 2), a ~ U(0, 1), both at least 0.01 (the paper's r1 and r2).
+    """A learned logarithmic penalty on distance: -p · log(1 + a·d).
 
-    p, a: learned unless given as one number or one per head
+    First values: p ~ U(0, 2), a ~ U(0, 1); both stay at least 0.01. The paper calls them r1 and r2.
+
+    p, a: learned, unless you give one number or one per head
     """
 
     claims = KERNEL
@@ -79,12 +81,13 @@ class KerpleLog(Kerple, DistanceBias):
 
 @register("kerple_log_3para")
 class KerpleLog3(Kerple, DistanceBias):
-    """-r1 · log(1 + r2·d^r3), r1 and r3 ~ U(0, 2), r2 ~ U(0, 1), all at least 0.01, r3 at most 2.
+    """The logarithmic penalty with a learned exponent: -r1 · log(1 + r2·d^r3).
 
-    The paper's 3-para-log (section 5.3, table 5), not in the released code. With r3 = 1 it is
-    kerple_log.
+    The paper's 3-para-log (section 5.3, table 5), which is not in the released code. With r3 = 1 it
+    is kerple_log. First values: r1 and r3 ~ U(0, 2), r2 ~ U(0, 1); all stay at least 0.01, r3 at
+    most 2.
 
-    r1, r2, r3: learned unless given as one number or one per head
+    r1, r2, r3: learned, unless you give one number or one per head
     """
 
     claims = KERNEL
@@ -97,9 +100,12 @@ class KerpleLog3(Kerple, DistanceBias):
 
 @register("kerple_power", aliases=("kerple_power_ap_",))
 class KerplePower(Kerple, DistanceBias):
-    """-a · d^p, a ~ U(0, 1) at least 0.01, p ~ U(0, 2) in [0.01, 2] (the paper's r1 and r2).
+    """A penalty with a learned power of the distance: -a · d^p.
 
-    a, p: learned unless given as one number or one per head
+    First values: a ~ U(0, 1), p ~ U(0, 2); a stays at least 0.01, p from 0.01 to 2. The paper calls
+    them r1 and r2.
+
+    a, p: learned, unless you give one number or one per head
     """
 
     claims = KERNEL
@@ -112,11 +118,12 @@ class KerplePower(Kerple, DistanceBias):
 
 @register("kerple_wht_2para", aliases=("kerple_power__ap",))
 class KerpleWeight(Kerple, WeightKernel):
-    """Scores q·k/√head_dim times exp(-weight_a · d^weight_p), without a bias.
+    """A learned weight that fades with distance: q·k/√head_dim times exp(-weight_a · d^weight_p).
 
-    The paper's 2-para-wht (appendix A.3, table 6): weight_a ~ U(0, 1) is r1, weight_p ~ U(0, 2) r2.
+    The paper's 2-para-wht (appendix A.3, table 6). First values: weight_a ~ U(0, 1) (the paper's
+    r1), weight_p ~ U(0, 2) (r2).
 
-    weight_a, weight_p: learned unless given as one number or one per head
+    weight_a, weight_p: learned, unless you give one number or one per head
     """
 
     draws = {"weight_a": (1.0, POSITIVE), "weight_p": (2.0, EXPONENT)}
@@ -128,11 +135,12 @@ class KerpleWeight(Kerple, WeightKernel):
 
 @register("kerple_wht_1para")
 class KerpleWeight1(Kerple, WeightKernel):
-    """Scores q·k/√head_dim times exp(-weight_a · d²), weight_a ~ U(0, 1) (the paper's r1).
+    """A learned Gaussian weight of the scores: q·k/√head_dim times exp(-weight_a · d²).
 
-    The paper's 1-para-wht (appendix A.3, table 6), not in the released code.
+    The paper's 1-para-wht (appendix A.3, table 6), which is not in the released code. First value:
+    weight_a ~ U(0, 1) (the paper's r1).
 
-    weight_a: learned unless given as one number or one per head
+    weight_a: learned, unless you give one number or one per head
     """
 
     draws = {"weight_a": (1.0, POSITIVE)}
@@ -143,11 +151,11 @@ class KerpleWeight1(Kerple, WeightKernel):
 
 @register("kerple_bias_wht", aliases=("kerple_power_ap_ap",))
 class KerpleBiasWeight(KerplePower, KerpleWeight):
-    """Scores q·k/√head_dim times exp(-weight_a · d^weight_p), plus the power bias -a · d^p.
+    """Weight and power penalty together: exp(-weight_a · d^weight_p) · q·k/√head_dim - a · d^p.
 
     The paper's "bias+wht" (section 5.3).
 
-    a, p, weight_a, weight_p: learned unless given as one number or one per head
+    a, p, weight_a, weight_p: learned, unless you give one number or one per head
     """
 
     draws = {**KerplePower.draws, **KerpleWeight.draws}
@@ -156,12 +164,12 @@ class KerpleBiasWeight(KerplePower, KerpleWeight):
 
 @register("kerple_bias_2para")
 class KerpleBump(Kerple, DistanceBias):
-    """+r1 · exp(-r2 · d²), a positive bump near the token, r1 and r2 ~ U(0, 1).
+    """A learned positive bump near the token: +r1 · exp(-r2 · d²).
 
-    The paper's 2-para-bias (appendix A.3, table 6), not in the released code. In the paper it
-    does not extrapolate.
+    The paper's 2-para-bias (appendix A.3, table 6), which is not in the released code and does not
+    extrapolate in the paper. First values: r1 and r2 ~ U(0, 1).
 
-    r1, r2: learned unless given as one number or one per head
+    r1, r2: learned, unless you give one number or one per head
     """
 
     claims = ("never_rises", "conditionally_positive_definite")
@@ -173,12 +181,12 @@ class KerpleBump(Kerple, DistanceBias):
 
 @register("kerple_bias_3para")
 class KerpleBump3(Kerple, DistanceBias):
-    """+r1 · exp(-r2 · d^r3), r1 and r2 ~ U(0, 1), r3 ~ U(0, 2) in [0.01, 2].
+    """The positive bump with a learned exponent: +r1 · exp(-r2 · d^r3).
 
-    The paper's 3-para-bias (appendix A.3, table 6), not in the released code. In the paper it
-    does not extrapolate.
+    The paper's 3-para-bias (appendix A.3, table 6), which is not in the released code and does not
+    extrapolate in the paper. First values: r1 and r2 ~ U(0, 1), r3 ~ U(0, 2) within [0.01, 2].
 
-    r1, r2, r3: learned unless given as one number or one per head
+    r1, r2, r3: learned, unless you give one number or one per head
     """
 
     claims = ("never_rises", "conditionally_positive_definite")

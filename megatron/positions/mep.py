@@ -39,12 +39,12 @@ OTHER_HOOKS = (
 
 @register("mep")
 class Mixture(DistanceBias):
-    """log Σ_k w_k exp(table_k), the log of a weighted mean of kernels (MEP, arXiv 2403.17698).
+    """Your own mixture of kernels: log Σ_k w_k exp(table_k), the log of a weighted mean.
 
-    kernels: a list of encodings by distance, each a name, {name: {options}} or {name:
-        slope_factor}; exp is the paper's name for alibi; mep nests a mixture
-    weights: "equal", positive numbers that sum to 1, "learned" (a softmax over kernels per head)
-        or "learned_shared" (one softmax for all heads); learned weights start equal
+    kernels: a list of biases by distance, each a name, {name: {options}} or {name: slope_factor}.
+        exp is the paper's name for alibi. An entry mep is a mixture inside the mixture
+    weights: "equal", positive numbers that sum to 1, "learned" (a softmax over kernels for each
+        head) or "learned_shared" (one softmax for all heads). Learned weights start equal
     """
 
     # The authors' class stores what any parameterised mixture needs, used or not.
@@ -120,12 +120,10 @@ class Mixture(DistanceBias):
 
 @register("mep_free", aliases=("snope_norm_original_scaling__", "snope_norm_original_scaling_"))
 class MepFree(Mixture):
-    """log of the mean of exp(-s·d), exp(-s·d/2) and exp(-s·d²), with ALiBi's slopes s.
+    """The paper's mixture without parameters: log mean of exp(-s·d), exp(-s·d/2) and exp(-s·d²).
 
-    The paper's mixture without parameters. At large distances it is -s·d/2 - log 3, which is ALiBi
-    with half slopes: `alibi` with slope_factor 0.5 is the control.
-
-    kernels, weights: as for mep
+    s are ALiBi's slopes. At large distances it is -s·d/2 - log 3, which is ALiBi with half slopes:
+    to see what the mixture adds, compare it with `alibi` and slope_factor 0.5.
     """
 
     fork = Fork()
@@ -135,11 +133,9 @@ class MepFree(Mixture):
 
 @register("mep_param")
 class MepParam(Mixture):
-    """log of the mean of exp(-s·d²) and (1 + a·d)^-p, with ALiBi's slopes s and learned a and p.
+    """The learned mixture of the paper's first version: log of the mean of two kernels.
 
-    The parameterised mixture of the paper's first version.
-
-    kernels, weights: as for mep
+    The kernels are exp(-s·d²) and (1 + a·d)^-p. s are ALiBi's slopes; a and p are learned.
     """
 
     fork = Fork(unused=("weight",))  # T5's table: see Mixture
@@ -149,11 +145,10 @@ class MepParam(Mixture):
 
 @register("mep_param_t5", aliases=("snope_kerplelog",))
 class MepParamT5(Mixture):
-    """log of the mean of exp(-s·d²), exp(-s·d), exp(T5's bias) and (1 + a·d)^-p.
+    """The learned mixture of the released code: log of the mean of four kernels.
 
-    The parameterised mixture of the released code, with ALiBi's slopes s and learned a, p and bias.
-
-    kernels, weights: as for mep
+    The kernels are exp(-s·d²), exp(-s·d), exp(T5's bias) and (1 + a·d)^-p, with ALiBi's slopes s
+    and learned a, p and bias.
     """
 
     fork = Fork()

@@ -48,16 +48,18 @@ Part = TypeVar("Part", Chunk, Stretch)
 
 @register("path")
 class Path(Position):
-    """k_jᵀ H_(j+1) … H_i q_i / √head_dim with H_t = I - β_t w_t w_tᵀ, by the content of token t.
+    """A product of matrices between key j and query i: k_jᵀ H_(j+1) … H_i q_i / √head_dim.
 
-    w is a map of low rank of the layer's input, then a causal convolution, SiLU, and length 1; β =
+    The Householder matrix H_t = I - β_t w_t w_tᵀ depends on the content of token t. w is a map of
+    low rank of the layer's input, followed by a causal convolution and SiLU, with length 1; β =
     2·sigmoid of a linear map. Each layer and head has its own (arXiv 2505.16381, with the released
-    code's maps). The product over a chunk of tokens has a closed form, the UT transform. Every new
-    token of a cached text changes all cached keys: the cache keeps them twice, and a token costs
-    about twice as much attention.
+    code's maps). The product over a chunk of tokens has a closed form, the UT transform. In
+    generation, every new token changes all cached keys. So the cache keeps them twice, and a token
+    costs about twice as much attention.
 
     rank: rank of the linear map of all heads
-    taps: tokens of the convolution; 1 for none, so that documents can be kept apart
+    taps: tokens that the convolution reads; 1 for no convolution, so that documents can be kept
+        apart
     """
 
     per_layer = True
@@ -130,10 +132,10 @@ class Path(Position):
 
 @register("path_fox")
 class PathFox(Path):
-    """path's score plus Σ log f_l / √head_dim over the tokens l = j+1 … i between key and query.
+    """PaTH with the forget gates of FoX: the score of path plus Σ log f_l / √head_dim.
 
-    f = sigmoid of a linear map, as in `fox`; but as the released code has it, the sum is divided by
-    √head_dim together with the score (arXiv 2505.16381).
+    f = sigmoid of a linear map, as in `fox`. As in the released code (arXiv 2505.16381), the sum is
+    divided by √head_dim together with the score.
     """
 
     def __init__(self, shape: Shape, **maps: int) -> None:

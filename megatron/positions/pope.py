@@ -15,13 +15,15 @@ from megatron.positions.registry import chosen, positive, register
 
 @register("pope")
 class PoPE(Turning):
-    """Σ_c softplus(q_c) softplus(k_c) cos((j - i) θ_c + δ_c) / √head_dim for query i and key j.
+    """Feature lengths from content, angles from position: Σ_c |q_c| |k_c| cos((j - i)θ_c + δ_c).
 
-    θ_c = base^(-c / head_dim) for every feature c (arXiv 2509.10534, equations 3 to 6). δ is
-    learned for each head and feature within [-2π, 0], in every layer. Queries and keys become
-    twice as wide as values: a cache is 1.5 times as large, and only `sdpa` and `eager` compute it.
+    |x| is softplus(x), and the sum is divided by √head_dim. θ_c = base^(-c / head_dim) for every
+    feature c, query i and key j (arXiv 2509.10534, equations 3 to 6). δ is learned for each head
+    and feature within [-2π, 0], in every layer. Queries and keys become twice as wide as values, so
+    a cache is 1.5 times as large, and only the backends `sdpa` and `eager` compute it.
 
-    base: slowest wavelength / 2π; start: zero or uniform, the first values of δ
+    base: slowest wavelength / 2π
+    start: first values of δ, zero or uniform
     """
 
     per_layer = True

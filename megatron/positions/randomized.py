@@ -16,12 +16,14 @@ TRAITS = ("per_layer", "by_distance", "grouped_queries", "heads_per_query")
 
 @register("randomized")
 class Randomized(Around):
-    """In training, the encoding `of` at sorted distinct positions drawn from 0 … range - 1.
+    """Another encoding, trained at random positions: sorted distinct ones from 0 … range - 1.
 
-    Section 3.1 of the paper. There is one draw for each forward pass, or for each layer if layers
-    have encodings of their own. In evaluation it is the encoding `of` itself.
+    Section 3.1 of the paper. Each forward pass draws once, or once for each layer if layers have
+    their own encodings. In evaluation it is simply the encoding `of`.
 
-    of: name of the encoding; args: its options; range: the paper's L, by default 4 · seq_length
+    of: name of the encoding
+    args: options of that encoding
+    range: the paper's L, by default 4 · seq_length
     """
 
     def __init__(

@@ -13,15 +13,15 @@ from megatron.positions.rotary import even, rotate_both
 
 @register("repo")
 class RePo(Position):
-    """Rotary at position z = W_f (silu(W_g x) · W_c x), a real number for each token and head.
+    """Rotary at a position that each token chooses: z = W_f (silu(W_g x) · W_c x), for each head.
 
-    x is the input of the layer's attention, and each layer has its own maps (arXiv 2512.14391, with
-    the released code's first values). The order of tokens is known by the causal mask alone. The
-    paper's models have it from a layer on, with rotary before: see `pos_emb_layers`. It needs a key
-    head for each head, unless all heads have one position.
+    z is a real number. x is the input of the layer's attention, and each layer has its own maps
+    (arXiv 2512.14391, with the released code's first values). The causal mask alone tells the order
+    of tokens. In the paper's models the first layers have rotary instead: see `pos_emb_layers`. It
+    needs as many key heads as heads, unless `by_head` is false.
 
-    gated: whether z is as above, W_g and W_c with hidden_size / 8 rows; false: z = W x
-    by_head: whether each head has positions of its own
+    gated: whether z is as above, with hidden_size / 8 rows in W_g and W_c; false: z = W x
+    by_head: whether each head has its own positions
     base: slowest wavelength / 2π
     init_std: standard deviation of the first values of the maps
     """

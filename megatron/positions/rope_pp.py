@@ -12,15 +12,15 @@ from megatron.positions.rotary import Rotary
 
 @register("rope_pp")
 class RopePP(Rotary):
-    """Rotary; every second head has the query of the head before it, turned back by π/2.
+    """Rotary with pairs of heads that share a query: the second head has it turned back by π/2.
 
-    The first of the two is rotary's head. The score of the other, the imaginary head, is minus the
-    imaginary part of the product whose real part is rotary's: at distance d and pair (x, y), (q_x
-    k_x + q_y k_y) sin(dθ) - (q_x k_y - q_y k_x) cos(dθ). Both have one key and one value.
+    The first head of a pair is rotary's. The score of the second, the imaginary head, is minus the
+    imaginary part of the product whose real part is rotary's score: at distance d and pair (x, y),
+    (q_x k_x + q_y k_y) sin(dθ) - (q_x k_y - q_y k_x) cos(dθ). Both use the same key and value.
 
-    `heads_per_query: 2` is needed. Then half of rotary's queries, keys and values are projected,
-    and the cache is half: the paper's RoPE++ with equal heads. For equal cache give twice as many
-    heads of the same size. Features that do not turn are the same in both heads.
+    Set `heads_per_query: 2`. Then queries, keys, values and the cache are half of rotary's: the
+    paper's RoPE++ with equal heads. For an equal cache, use twice as many heads of the same size.
+    Features that do not turn are the same in both heads.
     """
 
     heads_per_query = 2

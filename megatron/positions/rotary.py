@@ -28,14 +28,17 @@ from megatron.positions.registry import (
 
 @register("rotary", aliases=("rope",))
 class Rotary(Turning):
-    """Rotate queries and keys by position · base^(-2j/dim), so that q·k depends on distance alone.
+    """Queries and keys turn with position: pair j by position · base^(-2j/dim).
 
-    pi, ntk, by_parts, yarn, llama3 and longrope change its frequencies for longer texts. It takes
-    their options beside `scaling`, as Hugging Face spells them: {scaling: yarn, factor: 4}, where
-    `linear` is pi. So do p_rope, clipped_rope, resonance and rope_pp.
+    So q·k depends on the distance alone. With `scaling` it is one of pi, ntk, by_parts, yarn,
+    llama3 and longrope, which change the frequencies for longer texts. They take their options as
+    Hugging Face spells them: {scaling: yarn, factor: 4}, where `linear` is pi. p_rope,
+    clipped_rope, resonance and rope_pp take `scaling` too.
 
-    rotary_pct: fraction of head_dim that turns; base: slowest wavelength / 2π
-    interleaved: whether feature 2j turns with 2j + 1 (GPT-J), and not j with j + dim/2 (GPT-NeoX)
+    rotary_pct: fraction of head_dim that turns
+    base: slowest wavelength / 2π
+    interleaved: whether feature 2j turns with 2j + 1 (GPT-J), instead of j with j + dim/2
+        (GPT-NeoX)
     """
 
     only_rotates = True
@@ -179,7 +182,7 @@ class Rotary(Turning):
 
 @register("p_rope")
 class PRope(Rotary):
-    """Rotary of which the fastest frequencies alone turn (p-RoPE, arXiv 2410.06205).
+    """Rotary in which only the fastest frequencies turn (p-RoPE, arXiv 2410.06205).
 
     The other features carry content without positions. Unlike rotary_pct, it changes no frequency.
 
@@ -201,8 +204,8 @@ class ClippedRope(Rotary):
     """Rotary whose slowest frequencies fade to 0 by half a cosine (CoPE, arXiv 2602.05258).
 
     The frequencies of the last `clipped` pairs are multiplied by (1 + cos(π m / (clipped - 1))) / 2
-    with m = 0, 1, … clipped - 1, after any scaling: the last pair carries content without
-    positions. The authors' code clips 20 of 64 pairs.
+    with m = 0 … clipped - 1, after any scaling. So the last pair carries content without positions.
+    The authors' code clips 20 of 64 pairs.
 
     clipped: how many pairs; null for those that turn less than once within seq_length
     """
@@ -227,7 +230,7 @@ class ClippedRope(Rotary):
 class Resonance(Rotary):
     """Rotary with wavelengths of whole tokens: frequency 2π / round(2π / θ) (arXiv 2403.00071).
 
-    Resonance RoPE, equation 6.
+    This is equation 6 of Resonance RoPE.
     """
 
     def turning(self, frequencies: Tensor) -> Tensor:
@@ -266,7 +269,7 @@ class Stretched(Rotary):
 
 @register("pi")
 class Interpolation(Stretched):
-    """Rotary at position / factor: position interpolation (arXiv 2306.15595)."""
+    """Position interpolation: rotary at position / factor (arXiv 2306.15595)."""
 
     def frequencies(self, base: float) -> Tensor:
         return super().frequencies(base) / self.factor
@@ -274,10 +277,11 @@ class Interpolation(Stretched):
 
 @register("ntk")
 class Ntk(Stretched):
-    """Rotary with base · factor^(dim / (dim - 2)), dim the features that turn: NTK-aware scaling.
+    """Rotary with a larger base: base · factor^(dim / (dim - 2)), where dim features turn.
 
-    Hugging Face's `dynamic` is rotary with {scaling: dynamic, factor: …}: early tokens depend on
-    the length of the text. `evaluate.py --method dynamic_ntk` has a form without this fault.
+    NTK-aware scaling (arXiv 2309.00071, section 3.1). Hugging Face's `dynamic` is rotary with
+    {scaling: dynamic, factor: …}: there early tokens depend on the length of the text. `evaluate.py
+    --method dynamic_ntk` has a form without this fault.
     """
 
     def frequencies(self, base: float) -> Tensor:
@@ -333,15 +337,14 @@ class Partly(Stretched):
 
 @register("by_parts")
 class ByParts(Partly):
-    """Rotary whose slow features are stretched as by pi, while fast ones stay (arXiv 2309.00071).
+    """Position interpolation of the slow features only: fast ones stay (arXiv 2309.00071).
 
-    The ramp between them is linear in the feature's number, between whole numbers with `truncate`,
-    as in YaRN's code and every published checkpoint; the paper's section 3.2 has it linear in the
-    number of turns.
+    The ramp between them is linear in the feature's number, as in YaRN's code and every published
+    checkpoint. In the paper's section 3.2 it is linear in the number of turns.
 
-    beta_fast, beta_slow: features with more than beta_fast turns within original_length stay, those
-        with fewer than beta_slow are stretched fully, the others in part
-    truncate: whether the ramp between them begins and ends at whole features
+    beta_fast: features with more turns than this within original_length stay
+    beta_slow: features with fewer turns than this are stretched fully, those between in part
+    truncate: whether the ramp begins and ends at whole features
     """
 
     def __init__(
@@ -373,7 +376,10 @@ class ByParts(Partly):
 
 @register("yarn")
 class Yarn(ByParts):
-    """by_parts with queries and keys times 0.1 ln(factor) + 1 (YaRN, arXiv 2309.00071)."""
+    """Slow features interpolated, scores scaled: by_parts with q and k times 0.1 ln(factor) + 1.
+
+    YaRN (arXiv 2309.00071).
+    """
 
     @property
     def usual_amplitude(self) -> float:
@@ -383,9 +389,12 @@ class Yarn(ByParts):
 
 @register("llama3")
 class Llama3(Partly):
-    """by_parts with a ramp that is linear in the number of turns, as in Llama 3.1.
+    """Llama 3.1's variant of by_parts: the ramp is linear in the number of turns.
 
-    high_freq_factor, low_freq_factor: as beta_fast and beta_slow for by_parts
+    See section 3.2 of arXiv 2309.00071.
+
+    high_freq_factor: as beta_fast of by_parts
+    low_freq_factor: as beta_slow of by_parts
     """
 
     def __init__(
@@ -409,10 +418,10 @@ class Llama3(Partly):
 
 @register("longrope")
 class LongRope(Stretched):
-    """Rotary whose frequencies have a divisor each (LongRoPE, arXiv 2402.13753).
+    """Rotary with a divisor for each frequency (LongRoPE, arXiv 2402.13753).
 
-    Those of texts up to original_length have others, so it refuses to continue a cached text beyond
-    that length. Queries and keys are multiplied by √(1 + ln(factor) / ln(original_length)).
+    Texts up to original_length have other divisors than longer ones, so a cached text cannot grow
+    beyond that length. Queries and keys are multiplied by √(1 + ln(factor) / ln(original_length)).
 
     long_factor: divisors in texts longer than original_length, one for each pair that turns, or one
         for all

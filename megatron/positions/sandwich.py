@@ -12,12 +12,14 @@ MOST_DBAR = 4096  # frequencies are computed one at a time
 
 @register("sandwich")
 class Sandwich(DistanceBias):
-    """(Σ_i cos(d / base^(2i/dbar)) - dbar/2) / (8h/H), over dbar/2 frequencies, for head h = 1 … H.
+    """A fixed bias from sinusoidal positions: (Σ_i cos(d / base^(2i/dbar)) - dbar/2) / (8h/H).
+
+    The sum has dbar/2 frequencies, and h = 1 … H is the head.
 
     dbar: twice the number of frequencies, 128 in the paper; it may differ from head_dim
     base: base of the frequencies
-    first_frequency: the first i, 1 as in NVIDIA NeMo (SandwichRelativePositionEmbedding) or 0 as in
-        attention-gym
+    first_frequency: the first i, which is 1 in NVIDIA NeMo (SandwichRelativePositionEmbedding) and
+        0 in attention-gym
     """
 
     claims = ("zero_at_0",)

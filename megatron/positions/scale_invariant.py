@@ -8,13 +8,13 @@ from megatron.positions.registry import positive, register
 
 @register("scale_invariant")
 class ScaleInvariant(DistanceBias):
-    """√(1 + 2·ln(1 + d/tau)) times q·k/√head_dim, minus 2·ln(1 + d/tau), for all heads.
+    """Far keys compete more sharply for less attention: √(1 + 2b) · q·k/√head_dim - 2b.
 
-    If q·k/√head_dim is standard normal, exp of the score has the mean √e / (1 + d/tau), so that
-    tokens 100 to 1000 back get about as much attention as tokens 1000 to 10000 (arXiv 2505.17083).
-    The paper was not available beyond its introduction: the formula is that of four third parties'
-    notes, which agree. Nothing is learned. The paper joins it to p-RoPE: `sum` with
-    `parts: [p_rope, scale_invariant]`.
+    b = ln(1 + d/tau). If q·k/√head_dim is standard normal, exp of the score has the mean √e / (1 +
+    d/tau). So the tokens 100 to 1000 back get about as much attention as those 1000 to 10000 back
+    (arXiv 2505.17083). Nothing is learned, and all heads are the same. We could read only the
+    introduction of the paper: the formula is that of four other sources, which agree. The paper
+    combines it with p-RoPE: use `sum` with `parts: [p_rope, scale_invariant]`.
 
     tau: distance up to which scores change little
     """

@@ -1,7 +1,7 @@
 """A linear penalty on a normalised or clipped distance, or on a small network of it.
 
 Eight experiments of MEP's released code (its class ParallelKerplePower) and KERPLE's
-`kerple_power_original`; no paper describes them. docs/published_files.md has their names.
+`kerple_power_original`; no paper describes them. docs/positions/published_names.md has their names.
 """
 
 import math
@@ -32,16 +32,20 @@ REFERENCE = {
 
 @register("scaled_distance")
 class ScaledDistance(Kerple, DistanceBias):
-    """-a · f((d - m) / r), m and r the mean and the rms of 0 … 511, a ~ U(0, 1) at least 0.01.
+    """A penalty on the normalised distance: -a · f((d - m) / r).
 
-    a: learned unless given as one number or one per head
-    slope_factor: fixes a as ALiBi's slopes times this, at least 0.01
-    normalized: false: f(d) without m and r
-    over: m and r are of the distances 0 … over - 1. The authors take min(512, length of the
-        window), which is 512 in all their published files
-    clip: from here on, clip tokens count as one: d becomes clip - 1 + (d - clip + 1) / clip
-    network: f is the identity (none), or a network of 32 GELU units with one output per head, with
-        random weights that are the same in every run (fixed, as the authors') or learned
+    m and r are the mean and the root mean square of the distances 0 … 511. No paper describes these
+    experiments of MEP's released code.
+
+    a: learned from U(0, 1) on and at least 0.01, unless you give one number or one per head
+    slope_factor: fixes a at ALiBi's slopes times this, at least 0.01
+    normalized: false leaves m and r away: f(d)
+    over: m and r are those of the distances 0 … over - 1. The authors use min(512, window length),
+        which is 512 in all their published files
+    clip: beyond this distance, clip tokens count as one: d becomes clip - 1 + (d - clip + 1) / clip
+    network: what f is. none: the identity; fixed: a network of 32 GELU units with one output per
+        head and random weights that are the same in every run, as the authors use it; learned: the
+        same network, trained
     """
 
     fork = Fork()

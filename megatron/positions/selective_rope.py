@@ -19,17 +19,17 @@ LOG_DRIFT = (-20.0, 20.0)
 
 @register("selective_rope")
 class SelectiveRope(Position):
-    """Rotary whose pair c of token i is turned by θ_c Σ φ_t over the tokens t ≤ i.
+    """Rotary whose steps depend on the content: pair c of token i turns by θ_c Σ φ_t, t ≤ i.
 
-    φ is a linear map of the layer's input, normalised to length 1 for each head, then a causal
-    convolution over the last tokens; θ_c = base^(-2c / head_dim). Each layer has its own
-    maps (arXiv 2511.17388, with the released code's normalisation and convolution). It needs a key
-    head for each head.
+    φ is a linear map of the layer's input, normalised to length 1 for each head, followed by a
+    causal convolution over the last tokens; θ_c = base^(-2c / head_dim). Each layer has its own
+    maps (arXiv 2511.17388, with the released code's normalisation and convolution). It needs as
+    many key heads as heads.
 
-    rank: rank of the linear map for all heads; null for a map of full rank for each head
-    taps: tokens of the convolution; null for differences of neighbours, which sum to φ
+    rank: rank of the linear map for all heads; null for a full map for each head
+    taps: tokens that the convolution reads; null for differences of neighbours, which sum to φ
     base: slowest wavelength / 2π at φ = 1
-    drift: whether a positive number is learned for each pair and added to φ, 1 at first
+    drift: whether a positive number, first 1, is learned for each pair and added to φ
     gate: whether φ is multiplied by a learned gate of the token, for each head
     """
 

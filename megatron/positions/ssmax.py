@@ -11,16 +11,16 @@ from megatron.positions.registry import positive, register, whole
 
 @register("ssmax")
 class SSMax(Position):
-    """softmax(s · ln n · q·k/√head_dim) for a query with n visible keys, s learned for each head.
+    """Scores that grow with the number n of visible keys: softmax(s · ln n · q·k/√head_dim).
 
-    Alone it has no positions; `sum` joins it to an encoding, such as rotary. Every layer has its
-    own s. Keys that a window, blocks or documents hide do not count. With `scale: null` and
-    `learned: false` it is the trained form of log-n scaling (Su 2021, kexue.fm/archives/8823). For
-    models that were trained without it, use the key `logn_scale`.
+    It has no positions of its own; `sum` combines it with an encoding such as rotary. Every head of
+    every layer learns its own s. Keys hidden by a window, blocks or documents don't count. With
+    `scale: null` and `learned: false` it is the trained form of log-n scaling (Su 2021,
+    kexue.fm/archives/8823). For models that were trained without it, use the key `logn_scale`.
 
-    scale: first value of s; null for 1 / ln(seq_length), so that the factor is 1 there
+    scale: first value of s; null for 1 / ln(seq_length), which makes the factor 1 at that length
     learned: whether s is trained
-    bias: whether b is learned too, from 0: softmax((s · ln n + b) · q·k/√head_dim)
+    bias: whether b is learned too, starting at 0: softmax((s · ln n + b) · q·k/√head_dim)
     """
 
     per_layer = True
@@ -56,12 +56,13 @@ class SSMax(Position):
 
 @register("attn_temperature")
 class AttentionTemperature(Position):
-    """Scores times 1 + attn_scale · ln(1 + floor(n / floor_scale)) for n visible keys (Llama 4).
+    """Llama 4's temperature for long texts: 1 + attn_scale · ln(1 + floor(n / floor_scale)).
 
-    Llama 4 has it in its layers without positions (`attn_temperature_tuning`), which are what it is
-    alone; `sum` joins it to an encoding. Keys that a window, blocks or documents hide do not count.
+    This factor multiplies the scores of a query with n visible keys. Llama 4 uses it in its layers
+    without positions (`attn_temperature_tuning`). Alone it is such a layer; `sum` combines it with
+    an encoding. Keys hidden by a window, blocks or documents don't count.
 
-    floor_scale: tokens of a step, before which nothing changes
+    floor_scale: tokens of a step; nothing changes before the first step
     attn_scale: how fast the factor grows
     """
 

@@ -11,13 +11,14 @@ from megatron.positions.registry import register
 
 @register("stick_breaking")
 class StickBreaking(Position):
-    """Key j gets z_ij Π (1 - z_it) over the keys t between j and i; query i keeps the rest.
+    """Each key takes its share of what nearer keys leave: key j gets z_ij Π (1 - z_it), j < t < i.
 
-    z = sigmoid(q·k/√head_dim). Nearer keys come first, so the order is known without positions. The
-    rest, Π (1 - z_it) over all keys, goes to the value of the token itself, as in the released code
-    with its remainder. Under a window the weights are normalised; reset_attention_mask is refused.
+    z = sigmoid(q·k/√head_dim) for query i. Nearer keys come first, so the model knows the order
+    without positions. What all keys leave goes to the value of the token itself, as in the released
+    code with its remainder. Under a window the weights are normalised. reset_attention_mask is
+    refused.
 
-    attend_current: whether a query attends to its own key too, before all others
+    attend_current: whether a query also attends to its own key, before all others
     """
 
     crosses_documents = "what a query keeps of all earlier keys"

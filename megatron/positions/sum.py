@@ -17,12 +17,12 @@ MOST_PARTS = 8
 
 @register("sum")
 class Sum(Position):
-    """All of its parts act: rotations one after the other, biases added, weights multiplied.
+    """Several encodings at once: rotations one after the other, biases added, weights multiplied.
 
-    `parts: [rotary, mep_free]` is MEP's bias with rotary, which the paper leaves open (arXiv
-    2403.17698, section 6).
+    `parts: [rotary, mep_free]` is MEP's bias with rotary, an experiment that MEP's paper leaves
+    open (section 6).
 
-    parts: a list of encodings, each a name or {name: {options}}; they act in this order
+    parts: a list of encodings, each a name or {name: {options}}, in this order
     """
 
     def __init__(self, shape: Shape, *, parts: Sequence[Any]) -> None:

@@ -11,9 +11,11 @@ from megatron.positions.registry import register, whole
 
 @register("t5", aliases=("rpe",))
 class T5(DistanceBias):
-    """√head_dim · weight[bucket(d), head], Xavier-normal weights, as in GPT-NeoX (`rpe`).
+    """A learned bias for each bucket of distances: √head_dim · weight[bucket(d), head].
 
-    num_buckets: half hold one distance each, the others grow logarithmically
+    The weights start Xavier-normal, as in GPT-NeoX (`rpe`).
+
+    num_buckets: half of the buckets hold one distance each, the others grow logarithmically
     max_distance: distance at which the last bucket begins
     """
 

@@ -17,19 +17,17 @@ TENSORS = 5  # of a span, see `block_scores`
 
 @register("wall")
 class Wall(Position):
-    """Σ_c q_ic k_jc exp(Σ log f_lc) / √head_dim, l = j+1 … i the tokens between key j and query i.
+    """A forget gate for each feature: Σ_c q_ic k_jc exp(Σ log f_lc) / √head_dim, l = j+1 … i.
 
-    f = sigmoid(W x + b) has a number for each feature c of each head, in every layer, so that some
-    features forget faster than others (Tilde Research, 2026, as in flash-linear-attention's
-    `wall_attn`). b begins large, so f near 1 and the scores near q·k. For the sink of the released
-    code set `softmax_type`. Gates are multiplied from the key to a token between, and from there to
-    the query, so that no factor exceeds 1. Every new token of a cached text changes all cached
-    keys: the cache keeps them twice. It needs a key head for each head.
+    i is the query and j the key. f = sigmoid(W x + b) has a number for each feature c of each head,
+    in every layer, so that some features forget faster than others (Tilde Research, 2026, as in
+    flash-linear-attention's `wall_attn`). b starts large, so f starts near 1 and the scores near
+    q·k. For the sink of the released code set `softmax_type`. In generation, every new token
+    changes all cached keys, so the cache keeps them twice. It needs as many key heads as heads.
 
     gate_bias: first value of b
     init_std: standard deviation of the first values of W
-    scalar_gate: whether each head also has the gate of `fox`, a bias of the scores, with these
-        first values
+    scalar_gate: whether each head also has the gate of `fox`, with these first values
     """
 
     per_layer = True

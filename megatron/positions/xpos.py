@@ -17,14 +17,15 @@ ROOM = 64  # a scaled feature may be this much larger than its scale before it o
 
 @register("xpos")
 class XPos(Turning):
-    """Rotary with pair i times zeta_i^(d / scale_base), zeta_i = (2i/head_dim + 0.4) / 1.4.
+    """Rotary that also decays with distance: pair i is multiplied by zeta_i^(d / scale_base).
 
-    Algorithm 1 of the paper, with gamma and scale_base as in torchscale. Evaluate it with
-    blockwise: true, as the paper does.
+    zeta_i = (2i/head_dim + 0.4) / 1.4. This is the paper's algorithm 1, with gamma and scale_base
+    of torchscale. The paper evaluates it with `blockwise: true`.
 
-    base: slowest wavelength / 2π; scale_base: the distance at which pair i decays to zeta_i
+    base: slowest wavelength / 2π
+    scale_base: the distance at which pair i has decayed to zeta_i
     xi: replaces zeta_i by one factor for all pairs: rotary's scores times xi^d (Su 2023,
-        kexue.fm/archives/9431), exact at any length, because scores are multiplied, not q and k
+        kexue.fm/archives/9431); exact at any length, because scores are multiplied, not q and k
     """
 
     inv_freq: Tensor

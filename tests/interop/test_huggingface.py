@@ -42,7 +42,7 @@ from tests.interop.models import (
     spread,
     words_tokenizer,
 )
-from tests.support import ROOT, call
+from tests.support import ROOT, blocks, call
 
 SAME_OTHERWISE = ("n_inner", "hidden_act", "rope_parameters", "pretraining_tp", "max_window_layers")
 """Keys that may be spelled in more than one way; `settings_of` must read them alike."""
@@ -476,6 +476,11 @@ def test_the_commands_of_the_document_run(folder, tmp_path, monkeypatch):
         small = ["eval_tokens=128", "split=5,4,1"] if script == "evaluate.py" else []
         done = call(script, *words, *small)
         assert done.returncode == 0, done.stderr
+    (code,) = blocks("docs/importing.md", "python")
+    Path("text.txt").write_text("Hello world Hello")
+    names = {}
+    exec(code, names)
+    assert names["nats"].shape == (2,)
     # A foreign folder is evaluated by its own name, and imported once.
     (run,) = Path("runs/imported").glob("[!.]*")
     assert run.name.startswith("qwen3-")

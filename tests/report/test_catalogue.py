@@ -1,34 +1,45 @@
-"""docs/positions.md is what the registry says, and every picture that it shows is there."""
+"""docs/positions.md and the pages of families are what the registry says, with every picture."""
 
 import re
 
 from megatron.positions import REGISTRY, options_of
-from megatron.report.catalogue import PAGE, first_sentence, formula, has_picture, page
+from megatron.report.catalogue import FAMILIES, FOLDER, PAGE, family_page, has_picture, page
+from tests.support import ROOT
 
 
-def test_the_page_is_up_to_date_and_names_all_options():
+def test_the_pages_are_up_to_date_and_name_all_options():
     text = page()
     assert PAGE.read_text(encoding="utf-8") == text, "run: make docs"
-    parts = re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", text, flags=re.DOTALL | re.MULTILINE)
-    sections = dict(parts)
-    assert sections.keys() == REGISTRY.keys()
+    sections = {}
+    for family in FAMILIES:
+        details = family_page(family)
+        assert (FOLDER / f"{family}.md").read_text(encoding="utf-8") == details, "run: make docs"
+        parts = re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", details, flags=re.DOTALL | re.MULTILINE)
+        for name, section in parts:
+            sections[name] = section
+            assert f"(positions/{family}.md#{name})" in text
+    assert sections.keys() == REGISTRY.keys(), "add its file to FAMILIES of report/catalogue.py"
     for name, section in sections.items():
-        assert len(formula(name)) > 5, name
-        assert all(f"`{option}`" in section for option in options_of(name)), name
-    assert "https://arxiv.org/abs/2108.12409" in sections["alibi"]
-    assert "Learned numbers: 24." in sections["kerple_log"]
-    assert "Learned numbers: 384." in sections["t5"]  # 32 buckets, 12 heads
-    assert "`rpe`" in sections["t5"]
-    assert "* `digits` (required): ids of the tokens" in sections["abacus"]
+        assert all(f"\n| `{option}` | " in section for option in options_of(name)), name
+    assert "https://arxiv.org/abs/2108.12409" in text
+    assert "24 learned numbers" in sections["kerple_log"]
+    assert "384 learned numbers" in sections["t5"]  # 32 buckets, 12 heads
+    assert "also called `rpe`" in sections["t5"]
+    assert "| `digits` | required | ids of the tokens" in sections["abacus"]
+    assert "| `slope_factor` | 1.0 | multiplies every slope |" in sections["gaussian"]
+
+
+def test_a_row_names_the_file_that_defines_the_encoding():
+    rows = re.findall(r"^\| \[(\w+)\].* \| `(\w+\.py)` \|$", page(), flags=re.MULTILINE)
+    files = dict(rows)
+    assert files.keys() == REGISTRY.keys()
+    for name, file in files.items():
+        code = (ROOT / "megatron/positions" / file).read_text(encoding="utf-8")
+        assert f'@register("{name}"' in code
 
 
 def test_every_picture_exists_and_none_is_left_over():
-    shown = set(re.findall(r"\]\(positions/(\w+)\.svg\)", PAGE.read_text(encoding="utf-8")))
+    pages = "".join(path.read_text(encoding="utf-8") for path in FOLDER.glob("*.md"))
+    shown = set(re.findall(r"\]\((\w+)\.svg\)", pages))
     assert shown == {name for name in REGISTRY if has_picture(name)}
-    assert shown == {path.stem for path in (PAGE.parent / "positions").glob("*")}, "run: make docs"
-
-
-def test_a_sentence_ends_outside_parentheses():
-    assert first_sentence("-s · d; as a kernel, exp(-s · d).") == "-s · d"
-    assert first_sentence("x (a. b) at 0.5\nand more. Then this.") == "x (a. b) at 0.5 and more"
-    assert first_sentence(None) == ""
+    assert shown == {path.stem for path in FOLDER.glob("*.svg")}, "run: make docs"
