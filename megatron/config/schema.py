@@ -233,12 +233,14 @@ class Position(Section):
 class Attention(Section):
     """How attention is computed. Every backend computes the same function."""
 
-    attention_backend: Literal["auto", "eager", "sdpa", "triton"] = "auto"
+    attention_backend: Literal["auto", "eager", "sdpa", "triton", "flex"] = "auto"
     """eager is the definition; sdpa works in blocks, on CUDA with biases in the model's dtype (in
-    bf16 within 0.4 %); triton (CUDA) reads float32 tables; auto chooses the fastest that is exact
-    enough and logs its choice."""
+    bf16 within 0.4 %); triton (CUDA) reads float32 tables; flex is torch's flex_attention, compiled
+    (on a CPU as slow as eager, and without gradients); auto chooses the fastest that is exact
+    enough and logs its choice. If triton fails its check, auto warns once and goes on with flex or,
+    if that fails too, with sdpa."""
     attention_self_check: bool = True
-    """Compare a compiled backend (triton) with eager on a small case, at its first use for a
+    """Compare a compiled backend (triton, flex) with eager on a small case, at its first use for a
     kind of input."""
     window: Length | Literal["train_length"] | None = None
     """Number of tokens that a token attends to, itself included; train_length: seq_length of the
