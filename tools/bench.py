@@ -26,11 +26,9 @@ import numpy as np
 import psutil
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.benchmark import Timer
 from torch.utils.benchmark.utils.timer import timer as synchronized
 
-from megatron.attention.flex import CALLS, flex
 from megatron.cli_errors import command_parser, guarded
 from megatron.commit import commit
 from megatron.conformance.subject import Subject
@@ -146,21 +144,13 @@ def attention(
         position = subject(options, name.removesuffix(FLEX), settings).position().train()
         position.to(DEVICE).prepare(length)
         leaves += position.parameters()
-        plan = LayerPlan(position, "", None, None, "auto")
+        backend = "flex" if name.endswith(FLEX) else "auto"
+        plan = LayerPlan(position, "", None, None, backend)
 
         def compute() -> torch.Tensor:
             text = slice(0, length)
             inputs = attention_inputs([plan], AttentionSettings(), text, length, None)[plan]
             return attend_with_encoding(q, k, v, x, inputs)
-
-        if name.endswith(FLEX):
-            compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
-            _, mask = flex(position, length, x=x, applied=CALLS)
-
-            def compute() -> torch.Tensor:
-                score_mod, _ = flex(position, length, x=x, applied=CALLS, block_mask=mask)
-                turned = position.on_queries_keys(q, k)
-                return compiled(*turned, v, score_mod=score_mod, block_mask=mask)
 
     if not backward:
         return torch.no_grad()(compute)

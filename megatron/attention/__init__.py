@@ -1,5 +1,6 @@
 """Causal attention with a bias by head and distance, and the choice of its backend."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import NamedTuple
@@ -9,12 +10,15 @@ from torch import Tensor
 
 from megatron.attention.eager import eager
 from megatron.attention.flex import flex as flex
+from megatron.attention.flex import flex_backend, flex_refusal
 from megatron.attention.sdpa import sdpa
-from megatron.attention.self_check import check
+from megatron.attention.self_check import fault_of
 from megatron.attention.terms import BlockScores, Content, Terms, check_lengths, with_sink
 from megatron.attention.triton_kernel import refusal as triton_refusal
 from megatron.attention.triton_kernel import triton_attention
 from megatron.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 Backend = Callable[[Tensor, Tensor, Tensor, Terms], tuple[Tensor, Tensor | None]]
 """From q, k, v and the terms: the output, and its lse where `needs_lse` asks for it."""
@@ -22,10 +26,15 @@ BACKENDS: dict[str, Backend] = {
     "eager": eager,
     "sdpa": sdpa,
     "triton": triton_attention,
+    "flex": flex_backend,
 }
 """Values of `attention_backend`, besides auto."""
 BY_TRITON = {"bias", "weight", "window", "segments", "content", "sink", "needs_lse"}
-COMPUTED = {"sdpa": BY_TRITON | {"chunk", "index_bias", "scores"}, "triton": BY_TRITON}
+COMPUTED = {
+    "sdpa": BY_TRITON | {"chunk", "index_bias", "scores"},
+    "triton": BY_TRITON,
+    "flex": BY_TRITON,
+}
 """The terms that a backend computes; eager, the definition, computes all. Others are refused."""
 ADDED = ("index_bias", "bias", "weight", "window", "chunk", "segments", "content")
 """Terms that change plain causal attention."""
@@ -36,6 +45,10 @@ REASONS = {
 }
 """Why a backend does not compute a term."""
 TRUSTED = {"eager", "sdpa"}  # these need no compiler of ours
+KERNELS = {"cuda": ("triton", "flex")}
+"""What `auto` takes on a device before sdpa: each where the one before it has a fault."""
+FAULTS: dict[tuple[str, str], str] = {}
+"""What the self check says of a backend on a kind of device, for which `auto` leaves it out."""
 
 
 def attention(
@@ -78,7 +91,7 @@ def attention(
     self_check: compare a compiled backend with the definition at its first use of a kind.
 
     Returns [batch, heads, queries, features] in q's dtype. ValueError if shapes disagree or the
-    backend refuses.
+    backend refuses. `auto` leaves out a compiled backend that has a fault, with one warning.
     """
     batch, heads, keys, head_dim = k.shape
     fits = {
@@ -131,11 +144,23 @@ def attend(
 ) -> Tensor:
     """`attention`, with its options as a record."""
     terms = replace(terms, needs_lse=terms.sink is not None)
-    name = choose(backend, q, terms, other_width=k.shape != v.shape).backend
+    other_width = k.shape != v.shape
+    name = choose(backend, q, terms, other_width=other_width).backend
     if terms.chunk is not None and 2 * terms.chunk >= k.shape[2]:
         terms = replace(terms, chunk=None)  # it masks nothing
-    if self_check and name not in TRUSTED and not torch.compiler.is_compiling():
-        check(name, BACKENDS[name], q, k, v, terms=terms)
+    if self_check and not torch.compiler.is_compiling():
+        faults = []
+        while name not in TRUSTED and (fault := fault_of(BACKENDS[name], q, k, v, terms=terms)):
+            if backend != "auto":
+                raise UserError(
+                    f"attention_backend: {name} {fault} - choose attention_backend: sdpa, or leave"
+                    " out this check with attention_self_check: false"
+                )
+            FAULTS[name, q.device.type] = fault
+            faults.append(f"{name} {fault}")
+            name = choose(backend, q, terms, other_width=other_width).backend
+        if faults:
+            logger.warning("attention_backend: %s; going on with %s", "; ".join(faults), name)
     out, lse = BACKENDS[name](q, k, v, terms)
     return out if lse is None else with_sink(out, lse, terms.sink)
 
@@ -185,16 +210,22 @@ def _best(q: Tensor, terms: Terms, other_width: bool) -> Choice:
         return Choice("eager", obstacle)
     if terms.scores is not None:
         return Choice("sdpa", REASONS["scores"])
-    if q.device.type != "cuda":
-        return Choice("sdpa", f"on the {q.device.type.upper()}")
+    device = q.device.type.upper()
+    if q.device.type not in KERNELS:
+        return Choice("sdpa", f"on the {device}")
     named = [name for name in ADDED if getattr(terms, name) is not None]
     if not named:
-        return Choice("sdpa", "plain causal on CUDA")
-    reason = f"{' and '.join(named)} on CUDA"
-    obstacle = refusal("triton", q, terms, other_width)
-    if obstacle is None:
-        return Choice("triton", reason)
-    return Choice("sdpa", f"{reason}; not triton: {obstacle}")
+        return Choice("sdpa", f"plain causal on {device}")
+    reason = f"{' and '.join(named)} on {device}"
+    for name in KERNELS[q.device.type]:
+        obstacle = refusal(name, q, terms, other_width)
+        fault = FAULTS.get((name, q.device.type))
+        if obstacle is None and fault is None:
+            return Choice(name, reason)
+        reason += f"; not {name}: {obstacle or fault}"
+        if obstacle is not None:
+            break
+    return Choice("sdpa", reason)
 
 
 def refusal(backend: str, q: Tensor, terms: Terms, other_width: bool) -> str | None:
@@ -205,6 +236,8 @@ def refusal(backend: str, q: Tensor, terms: Terms, other_width: bool) -> str | N
         is_set = getattr(terms, term.name) is not term.default
         if is_set and term.name not in COMPUTED[backend]:
             return REASONS.get(term.name, f"it does not compute {term.name}")
+    if backend == "flex":
+        return flex_refusal(q, terms)
     if backend != "triton":
         return None
     return "values are not as wide as queries and keys" if other_width else triton_refusal(q, terms)

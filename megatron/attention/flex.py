@@ -1,14 +1,22 @@
-"""Encodings for torch's flex_attention: what they add to scores, and which keys are masked."""
+"""Torch's flex_attention as a backend of ours, and our encodings for models that call it."""
 
 from collections.abc import Callable, Collection
+from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from megatron.attention.terms import check_lengths, first_visible
+from megatron.attention.terms import Content, Terms, check_lengths, first_visible
+from megatron.attention.triton_passes import document_bounds
 from megatron.errors import UserError
+
+BLOCK = 128
+"""Queries, and keys, of a block that is computed or skipped as a whole: torch's default."""
+MOST_PROGRAMS = 64
+"""Compiled programs of one function, where torch's limit is 8: one for each length and kind."""
 
 CALLS = {
     "prepare": "encoding.prepare(length) once per pass, before all else",
@@ -40,8 +48,7 @@ def flex(
     window, chunk, segments [batch, length] int: as for `attention`;
     applied: the hooks of CALLS that the model calls itself. No score_mod turns queries and keys,
     so rotary and its like are refused unless they are named;
-    block_mask: of an earlier call with the same window, chunk and segments, in place of a new one,
-    which takes memory of batch · length² while it is made.
+    block_mask: of an earlier call with the same window, chunk and segments, in place of a new one.
 
     Gradients reach learned tables and gates by the tensors that score_mod reads. An index_bias
     becomes a table [heads, length, length]. A sink is merged afterwards: see `with_sink`.
@@ -72,19 +79,42 @@ def flex(
     if segments is not None:
         encoding.check_documents(restart=False)
 
-    bias, weight = encoding.distance_bias(length), encoding.distance_weight(length)
     index = torch.arange(length, device=encoding.origin.device)
     index_bias = encoding.index_bias(index, index) if encoding.has("index_bias") else None
+    terms = Terms(
+        encoding.distance_bias(length),
+        encoding.distance_weight(length),
+        window,
+        chunk,
+        segments,
+        content=Content.of(encoding.score_bias(x, {}), length) if by_content else None,
+    )
+    score_mod, visible = modifiers(terms, 0, index_bias)
+    if block_mask is None:
+        block_mask = blocks_of_mask(visible, terms, length, length, index.device)
+    return score_mod, block_mask
+
+
+def modifiers(
+    terms: Terms, before: int, index_bias: Tensor | None = None
+) -> tuple[Callable, Callable]:
+    """score_mod and mask_mod of terms, for queries whose first one has the index `before`.
+
+    index_bias [heads, queries, keys]
+    """
+    bias, weight, segments = terms.bias, terms.weight, terms.segments
     content = None
-    if by_content:
+    if terms.content is not None:
         # Sums over a text reach 10⁵, where float32 has two digits after the point: w is near +
         # rest. Compiled gradients reach a tensor that is read once: a query's own w is another.
-        gain, w = encoding.score_bias(x, {})
-        near = w.float()
-        content = gain, near, -near, (w - near).detach().float()
+        w, own_w = terms.content.w[..., 0], terms.content.own_w[..., 0]
+        near, minus_own = w.float(), -own_w.float()
+        rest, own_rest = (w - near).detach().float(), (own_w + minus_own).detach().float()
+        gain = None if terms.content.u is None else terms.content.u[..., 0]
+        content = gain, near, minus_own, rest, own_rest
 
     def score_mod(score, b, h, query, key):
-        distance = (query - key).clamp(min=0)  # later keys are masked
+        distance = (query + before - key).clamp(min=0)  # later keys are masked
         if weight is not None:
             score = score * weight[h, distance]
         if bias is not None:
@@ -92,17 +122,82 @@ def flex(
         if index_bias is not None:
             score = score + index_bias[h, query, key]
         if content is not None:
-            gain, near, minus_near, rest = content
-            added = near[b, h, key] + minus_near[b, h, query]
-            added = added + (rest[b, h, key] - rest[b, h, query])
+            gain, near, minus_own, rest, own_rest = content
+            added = near[b, h, key] + minus_own[b, h, query]
+            added = added + (rest[b, h, key] - own_rest[b, h, query])
             score = score + (added if gain is None else gain[b, h, query] * added)
         return score
 
     def visible(b, h, query, key):
-        seen = (key <= query) & (key >= first_visible(query, window, chunk))
-        return seen if segments is None else seen & (segments[b, query] == segments[b, key])
+        place = query + before
+        seen = (key <= place) & (key >= first_visible(place, terms.window, terms.chunk))
+        return seen if segments is None else seen & (segments[b, place] == segments[b, key])
 
-    if block_mask is None:
-        batch = None if segments is None else len(segments)
-        block_mask = create_block_mask(visible, batch, None, length, length, index.device)
-    return score_mod, block_mask
+    return score_mod, visible
+
+
+def blocks_of_mask(
+    visible: Callable, terms: Terms, queries: int, keys: int, device: torch.device
+) -> BlockMask:
+    """The blocks that `visible` leaves, from the first key of each query.
+
+    torch's own `create_block_mask` asks about each pair: at 16384 tokens that takes gigabytes.
+    """
+    before, segments = keys - queries, terms.segments
+    query = torch.arange(before, keys, device=device)
+    first = first_visible(query, terms.window, terms.chunk)[None]  # [batch or 1, queries]
+    if segments is not None:
+        first = first.maximum(document_bounds(segments.contiguous())[0][:, before:])
+    # Queries behind the text see nothing, so their block is not full.
+    first = F.pad(first, (0, -queries % BLOCK), value=keys).unflatten(1, (-1, BLOCK))
+    row, column = query[::BLOCK, None], torch.arange(0, keys, BLOCK, device=device)
+    is_seen = (column + BLOCK > first.amin(2)[..., None]) & (column < row + BLOCK)
+    # Other documents may lie between the tokens of one, so blocks of documents are never full.
+    is_full = (column >= first.amax(2)[..., None]) & (column + BLOCK <= row + 1)
+    is_full = is_full & (segments is None)
+
+    lists = []
+    for blocks in (is_seen & ~is_full, is_full):
+        order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+        lists += [blocks.sum(-1).int()[:, None], order.int()[:, None]]
+    lengths = (queries, keys)
+    return BlockMask.from_kv_blocks(*lists, BLOCK, mask_mod=visible, seq_lengths=lengths)
+
+
+@cache
+def _compiled(device: str) -> Callable:
+    torch._dynamo.config.recompile_limit = MOST_PROGRAMS
+    # On a CPU torch compiles no lse, and what it compiles is slower than sdpa: there all scores
+    # exist at once.
+    backend = "eager" if device == "cpu" else "inductor"
+    return torch.compile(flex_attention, backend=backend, fullgraph=True, dynamic=False)
+
+
+def flex_backend(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor | None]:
+    """See megatron.attention.attention; `flex_refusal` gives no reason against it.
+
+    One program is compiled for each length and kind of input; new tables need no other.
+    """
+    queries, keys = q.shape[2], k.shape[2]
+    score_mod, visible = modifiers(terms, keys - queries)
+    mask = blocks_of_mask(visible, terms, queries, keys, q.device)
+    run = flex_attention if torch.compiler.is_compiling() else _compiled(q.device.type)
+    out, extra = run(
+        q,
+        k,
+        v,
+        score_mod,
+        mask,
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_aux=AuxRequest(lse=terms.needs_lse),
+    )
+    return out, extra.lse
+
+
+def flex_refusal(q: Tensor, terms: Terms) -> str | None:
+    """Why these inputs are not for flex_attention, in one sentence, or None."""
+    if terms.content is not None and terms.content.rank > 1:
+        return f"it computes biases by content of rank one, not {terms.content.rank}"
+    if q.device.type == "cpu" and q.requires_grad and torch.is_grad_enabled():
+        return "torch's flex_attention computes no gradients on the CPU"
+    return None

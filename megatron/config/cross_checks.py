@@ -157,7 +157,7 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
 
 
 def _training(model: Model, data: Data, training: Training, parallel: Parallel) -> Faults:
-    if training.torch_compile and parallel.zero_stage == 3:
+    if training.torch_compile is True and parallel.zero_stage == 3:
         yield (
             "torch_compile: compiles again for every hook of ZeRO stage 3 until it gives up;"
             " use stage 2, or set false"
@@ -183,7 +183,7 @@ def _training(model: Model, data: Data, training: Training, parallel: Parallel) 
         )
     if schedule and (data.data_path or "").startswith(TASK_PREFIX):
         yield f"{key}: cuts windows, and a window of a task is one problem; drop it"
-    if schedule and training.torch_compile:
+    if schedule and training.torch_compile is True:
         yield f"{key}: torch_compile compiles for one length; drop one of them"
 
 
@@ -226,7 +226,7 @@ def _sharing(model: Model, data: Data, training: Training, parallel: Parallel) -
             f"context_parallel_size: {size} ranks cannot share num_attention_heads = {heads}"
             " equally; set cp_comm_type: all_gather, which shares no heads"
         )
-    if size > 1 and training.torch_compile:
+    if size > 1 and training.torch_compile is True:
         yield (
             "torch_compile: compiles no exchange between the ranks of context_parallel_size; set it"
             " to false"

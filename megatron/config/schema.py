@@ -233,12 +233,14 @@ class Position(Section):
 class Attention(Section):
     """How attention is computed. Every backend computes the same function."""
 
-    attention_backend: Literal["auto", "eager", "sdpa", "triton"] = "auto"
+    attention_backend: Literal["auto", "eager", "sdpa", "triton", "flex"] = "auto"
     """eager is the definition; sdpa works in blocks, on CUDA with biases in the model's dtype (in
-    bf16 within 0.4 %); triton (CUDA) reads float32 tables; auto chooses the fastest that is exact
-    enough and logs its choice."""
+    bf16 within 0.4 %); triton (CUDA) reads float32 tables; flex is torch's flex_attention, compiled
+    (on a CPU as slow as eager, and without gradients); auto chooses the fastest that is exact
+    enough and logs its choice. If triton fails its check, auto warns once and goes on with flex or,
+    if that fails too, with sdpa."""
     attention_self_check: bool = True
-    """Compare a compiled backend (triton) with eager on a small case, at its first use for a
+    """Compare a compiled backend (triton, flex) with eager on a small case, at its first use for a
     kind of input."""
     window: Length | Literal["train_length"] | None = None
     """Number of tokens that a token attends to, itself included; train_length: seq_length of the
@@ -385,8 +387,10 @@ class Training(Section):
     """Recompute activations in the backward pass: less memory, more time."""
     deterministic: bool = False
     """A repeated run on the same hardware has the same losses, bit for bit. Slower on CUDA."""
-    torch_compile: bool = False
-    """Compile every layer with torch.compile. Needs a compiler and a minute; no gain on a CPU."""
+    torch_compile: bool | Literal["auto"] = "auto"
+    """Compile every layer, and the loss, with torch.compile. Needs a compiler and a minute; no gain
+    on a CPU. auto: on CUDA, unless no compiler works (one warning) or it cannot be compiled (ZeRO
+    stage 3, context_parallel_size, seq_length_schedule)."""
     exit_interval: Count = 0
     """Save and stop, with exit status 0, after every step that is a multiple of this; 0: never. The
     same command continues, if load is save."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.attention import Choice, choose, joined
+from megatron.attention.flex import MOST_PROGRAMS
 from megatron.attention.terms import Content, Terms, visible_keys
 from megatron.errors import UserError
 from megatron.model.block import (
@@ -21,7 +22,7 @@ from megatron.model.block import (
 )
 from megatron.model.cache import Cache, LayerCache
 from megatron.model.documents import Documents, by_document
-from megatron.model.head import mean_loss, token_losses
+from megatron.model.head import loss_of_block, mean_loss, token_losses
 from megatron.model.settings import Architecture, AttentionSettings, initialize
 from megatron.positions import Position
 from megatron.positions.base import check_heads
@@ -160,6 +161,7 @@ class GPT(nn.Module):
         self.train_length = model.seq_length
         self.dropout = model.hidden_dropout
         self.checkpoint_activations = False
+        self.block_loss = loss_of_block
         self.context: Any = None
         self.word_embeddings = nn.Embedding(vocab, hidden)
         self.embedding_norm = normalisation(hidden, model) if model.embedding_norm else None
@@ -217,7 +219,8 @@ class GPT(nn.Module):
         if mean:
             marked = None if counted is None else counted.flatten()
             matrix, bias = self.output_matrix, self.output_bias
-            return mean_loss(x.flatten(0, 1), matrix, labels.flatten(), marked, bias)
+            targets = labels.flatten()
+            return mean_loss(x.flatten(0, 1), matrix, targets, marked, bias, self.block_loss)
         if counted is None:
             return self.losses(x, labels)
         losses = torch.zeros(labels.shape, device=x.device)
@@ -283,6 +286,16 @@ class GPT(nn.Module):
             cache.length = length
         x = self.norm(x[:, first - count :])  # the last layer may keep all tokens
         return x if self.logit_scale == 1 else x * self.logit_scale
+
+    def compile_layers(self, **options: Any) -> None:
+        """Compile every layer, and the blocks of the loss, for fixed shapes by torch.compile.
+
+        Equal layers share a graph. Names in the state dict stay. options: of torch.compile
+        """
+        torch._dynamo.config.recompile_limit = MOST_PROGRAMS
+        for layer in self.layers:
+            layer.compile(dynamic=False, **options)
+        self.block_loss = torch.compile(loss_of_block, dynamic=False, **options)
 
     def check_length(self, length: int) -> None:
         """Raises UserError if an encoding has no positions for a text of so many tokens."""

@@ -1,5 +1,6 @@
 """The cross entropy in blocks of tokens: the logits of 16384 tokens would be 3.3 GB in float32."""
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -37,18 +38,41 @@ def token_losses(x: Tensor, matrix: Tensor, labels: Tensor, bias: Tensor | None 
     return torch.cat(losses)
 
 
+def loss_of_block(
+    x: Tensor, matrix: Tensor, labels: Tensor, counted: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The sum of a block's losses [] float32, and its gradients by the logits and by the bias.
+
+    x [block, hidden], labels, counted [block] -> [], [block, vocab] as x, [vocab] float32
+    """
+    # [block, vocab]; the logits have no name, so that they are freed here
+    log_probabilities = F.log_softmax(F.linear(x, matrix, bias), dim=1, dtype=torch.float32)
+    target_log_probabilities = log_probabilities.gather(1, labels[:, None])
+    if counted is not None:
+        target_log_probabilities = target_log_probabilities * counted[:, None]
+    loss = -target_log_probabilities.sum()
+    dlogits = log_probabilities.exp_()
+    dlogits[torch.arange(len(labels), device=x.device), labels] -= 1
+    if counted is not None:
+        dlogits *= counted[:, None]
+    dbias = None if bias is None else dlogits.sum(dim=0)
+    return loss, dlogits.to(x.dtype), dbias
+
+
 def mean_loss(
     x: Tensor,
     matrix: Tensor,
     labels: Tensor,
     counted: Tensor | None = None,
     bias: Tensor | None = None,
+    block_loss: Callable = loss_of_block,
 ) -> Tensor:
     """The mean of `token_losses`, [] float32; one block of logits exists, also with gradients.
 
     counted [tokens] bool: whose losses the mean is taken over, None for all; 0 where it is of none
+    block_loss: `loss_of_block`, or what torch.compile makes of it
     """
-    return cast(Tensor, MeanLoss.apply(x, matrix, labels, counted, bias))
+    return cast(Tensor, MeanLoss.apply(block_loss, x, matrix, labels, counted, bias))
 
 
 class MeanLoss(torch.autograd.Function):
@@ -60,6 +84,7 @@ class MeanLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        block_loss: Callable,
         x: Tensor,
         matrix: Tensor,
         labels: Tensor,
@@ -74,22 +99,12 @@ class MeanLoss(torch.autograd.Function):
         headroom = size / SUMMED
         for start in range(0, len(x), size):
             block = slice(start, start + size)
-            part, targets = x[block], labels[block]
-            # [block, vocab]; the logits have no name, so that they are freed here
-            log_probabilities = F.log_softmax(
-                F.linear(part, matrix, bias), dim=1, dtype=torch.float32
-            )
-            target_log_probabilities = log_probabilities.gather(1, targets[:, None])
-            if counted is not None:
-                target_log_probabilities = target_log_probabilities * counted[block, None]
-            total -= target_log_probabilities.sum()
-            dlogits = log_probabilities.exp_()
-            dlogits[torch.arange(len(targets), device=x.device), targets] -= 1
-            if counted is not None:
-                dlogits *= counted[block, None]
+            part = x[block]
+            marked = None if counted is None else counted[block]
+            loss, dlogits, bias_sum = block_loss(part, matrix, labels[block], marked, bias)
+            total += loss
             if dbias is not None:
-                dbias += dlogits.sum(dim=0)
-            dlogits = dlogits.to(x.dtype)
+                dbias += bias_sum
             torch.mm(dlogits, matrix, out=dx[block])
             dmatrix.add_(dlogits.T @ (part / headroom), alpha=headroom)
         count = len(x) if counted is None else counted.sum().clamp(min=1)
@@ -106,4 +121,4 @@ class MeanLoss(torch.autograd.Function):
         scale = gradients[0] / ctx.count
         if dbias is not None:
             dbias = (dbias * scale).to(ctx.dtype)
-        return dx * scale, (dmatrix * scale).to(ctx.dtype), None, None, dbias
+        return None, dx * scale, (dmatrix * scale).to(ctx.dtype), None, None, dbias

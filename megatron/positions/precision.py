@@ -74,12 +74,11 @@ class Float32Module(nn.Module):
 
     def learned(self) -> dict[str, Tensor]:
         """All learned numbers as they act, by name, on the CPU: for logs and plots."""
-        paths = {id(parameter): path for path, parameter in self.named_parameters()}
         values = {}
         with torch.no_grad():
-            for owner, name, parameter in self.own_parameters():
+            for path, owner, name, parameter in self._placed_parameters():
                 if parameter.numel():  # ZeRO 3 takes large ones apart between steps
-                    values[paths[id(parameter)]] = owner.bounded(name).detach().cpu()
+                    values[path] = owner.bounded(name).detach().cpu()
         return values
 
     def in_float32(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -87,12 +86,11 @@ class Float32Module(nn.Module):
 
         `bounded` does this for the parameters of the encoding itself. Gradients reach all of them.
         """
-        paths = {id(parameter): path for path, parameter in self.named_parameters()}
         substitutes = {}
-        for owner, name, parameter in self.own_parameters():
+        for path, owner, name, parameter in self._placed_parameters():
             lies_in_a_module = "." in name
             if lies_in_a_module and parameter.dtype in HALF:
-                substitutes[paths[id(parameter)]] = owner.bounded_to(name, *UNBOUNDED)
+                substitutes[path] = owner.bounded_to(name, *UNBOUNDED)
         if not substitutes:
             return function(*inputs)
         return torch.func.functional_call(self, substitutes, (function, *inputs))
@@ -106,16 +104,24 @@ class Float32Module(nn.Module):
 
         A name may be a path into a module of the owner: "net.0.weight".
         """
-        for owner in self.modules():
+        for _, owner, name, parameter in self._placed_parameters():
+            yield owner, name, parameter
+
+    def _placed_parameters(self) -> Iterator[tuple[str, "Float32Module", str, nn.Parameter]]:
+        """`own_parameters`, each after its path in this encoding.
+
+        By names: a graph that is compiled for the identity of a parameter serves one layer alone.
+        """
+        for place, owner in self.named_modules():
             if not isinstance(owner, Float32Module):
                 continue
-            inside = set()
-            for module in owner.modules():
+            inside = []
+            for path, module in owner.named_modules():
                 if isinstance(module, Float32Module) and module is not owner:
-                    inside |= {id(parameter) for parameter in module.parameters()}
+                    inside.append(f"{path}.")
             for name, parameter in owner.named_parameters():
-                if id(parameter) not in inside:
-                    yield owner, name, parameter
+                if not name.startswith(tuple(inside)):
+                    yield f"{place}.{name}".lstrip("."), owner, name, parameter
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """The call behind `.to`, `.cuda` and `.bfloat16`: tensors move, but are never rounded."""

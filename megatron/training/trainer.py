@@ -29,6 +29,8 @@ SMALLEST_SCALE = "loss scale already at minimum"
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 """Read when CUDA and NCCL start; a value that the user gives stays."""
 
+logger = logging.getLogger(__name__)
+
 
 class StepResult(NamedTuple):
     """Numbers of a step. loss: the mean over this rank's micro batches, []
@@ -50,8 +52,9 @@ class Trainer:
         self.context = context_of(grid, config.parallel.cp_comm_type)
         model.context = self.context
         model.to(grid.device)
-        if config.training.torch_compile:
-            compile_layers(model)
+        compiles = is_compiled(config, grid.device)
+        if compiles:
+            model.compile_layers()
         with quiet_deepspeed():
             import deepspeed
 
@@ -63,8 +66,10 @@ class Trainer:
             )
         self.engine: Any = engine
         self.restore_exact_positions()
-        if config.training.torch_compile and not self.model.backends <= set(TRUSTED):
-            # A backend is compared with eager at its first use, which compiled code leaves out.
+        recomputes = config.training.checkpoint_activations
+        if (compiles or recomputes) and not self.model.backends <= set(TRUSTED):
+            # A backend is compared with eager at its first use, which compiled code leaves out, and
+            # which must not change the backend between a layer's pass and its recomputation.
             ids = torch.zeros(1, model.train_length, dtype=torch.long, device=grid.device)
             with torch.compiler.set_stance("force_eager"):
                 self.model(ids, labels=ids, mean=True)
@@ -198,10 +203,30 @@ class Trainer:
                     module.exact[name] = cast(Tensor, safe_get_full_fp32_param(parameter))
 
 
-def compile_layers(model: GPT) -> None:
-    """Compile every layer in place, for fixed shapes; names in the state dict stay."""
-    for layer in model.layers:
-        layer.compile(dynamic=False)
+def is_compiled(config: Config, device: torch.device) -> bool:
+    """Whether the layers are to be compiled (`torch_compile`), as a compiler works that does it.
+
+    UserError if that is asked for and none works.
+    """
+    training, parallel = config.training, config.parallel
+    asked, compiles = training.torch_compile, training.torch_compile is True
+    if asked == "auto":
+        is_fixed = not training.seq_length_schedule and parallel.context_parallel_size == 1
+        compiles = device.type == "cuda" and is_fixed and parallel.zero_stage < 3
+    if not compiles:
+        return False
+    try:
+        # Small, and with the parts that a layer needs: a program forward and one backward.
+        x = torch.ones(64, device=device, requires_grad=True)
+        torch.compile(lambda x: x.sin().exp().sum())(x).backward()
+    except Exception as error:
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        fault = f"torch_compile: no compiler works on {device.type}: {first_line}"
+        if asked is True:
+            raise UserError(f"{fault} - install g++ (on CUDA also triton), or set false") from error
+        logger.warning("%s; the layers are not compiled", fault)
+        return False
+    return True
 
 
 def use_deterministic_algorithms() -> None:

@@ -48,7 +48,12 @@ def test_a_backend_that_cannot_compute_something_says_why_and_what_can():
     cannot = "cannot compute this"
     looks, by_index = Terms(on_scores=torch.sin), Terms(index_bias=torch.add)
     for backend, terms, narrow, message in (
-        ("flash", Terms(), False, "'flash' is not known; choose from auto, eager, sdpa, triton"),
+        (
+            "flash",
+            Terms(),
+            False,
+            "'flash' is not known; choose from auto, eager, sdpa, triton, flex",
+        ),
         (
             "sdpa",
             looks,
@@ -57,6 +62,8 @@ def test_a_backend_that_cannot_compute_something_says_why_and_what_can():
         ),
         ("triton", Terms(), True, f"triton {cannot}: values are not as wide as"),
         ("triton", by_index, False, f"triton {cannot}: .*; choose auto"),
+        ("flex", looks, False, f"flex {cannot}: the encoding looks at content; choose auto"),
+        ("flex", Terms(content=content(3)), False, f"flex {cannot}: .*of rank one, not 3"),
     ):
         with pytest.raises(UserError, match=f"attention_backend: {message}"):
             choose(backend, queries(), terms, other_width=narrow)
@@ -79,7 +86,7 @@ def test_a_term_that_a_backend_does_not_name_is_refused_by_it():
         softcap: float | None = None
 
     more = More(TABLE, softcap=50.0)
-    for backend in ("sdpa", "triton"):
+    for backend in ("sdpa", "triton", "flex"):
         with pytest.raises(UserError, match="cannot compute this: it does not compute softcap"):
             choose(backend, queries(), more)
     assert str(choose("auto", queries(), more)).startswith("eager (auto: it does not compute soft")

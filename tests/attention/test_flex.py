@@ -5,6 +5,7 @@ ask for these go around its check. Those of learned tables and gates need no suc
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ import torch.nn.attention.flex_attention as flex_module
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.kernel.flex.flex_attention import validate_joint_graph
-from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-from megatron.attention import attend, attention, flex, with_sink
-from megatron.attention.flex import CALLS
+from megatron.attention import BACKENDS, attend, attention, flex, with_sink
+from megatron.attention.flex import CALLS, blocks_of_mask, modifiers
 from megatron.attention.terms import Content, Terms, mask, visible_keys
+from megatron.conformance.subject import Subject, random_ids
 from megatron.errors import UserError
 from megatron.positions import REGISTRY, Shape, build
 from tests.encodings import HOOKS
@@ -214,6 +216,52 @@ def test_a_hook_before_attention_that_the_model_may_have_forgotten_is_refused():
 def test_wrong_arguments_are_named(name, options, message):
     with pytest.raises(UserError, match=message):
         flex(encoding_of(name), LENGTH, **options)
+
+
+@pytest.mark.parametrize("queries", [1, 129, 200, 390])
+def test_blocks_are_those_that_torch_finds_by_asking_about_each_pair(queries):
+    documents = torch.tensor([[0] * 200 + [1] * 100 + [0] * 90, [3] * 390])
+    for masks in ({}, {"window": 40}, {"window": 300}, {"chunk": 64}, {"segments": documents}):
+        terms = Terms(**masks)
+        _, visible = modifiers(terms, 390 - queries)
+        ours = blocks_of_mask(visible, terms, queries, 390, torch.device("cpu"))
+        batch = None if terms.segments is None else 2
+        expected = create_block_mask(visible, batch, None, queries, 390, "cpu")
+        assert ours.shape == expected.shape
+        assert torch.equal(ours.to_dense(), expected.to_dense())
+        if terms.segments is None:
+            for name in ("full_kv_num_blocks", "kv_num_blocks", "full_q_num_blocks"):
+                assert torch.equal(getattr(ours, name), getattr(expected, name)), (masks, name)
+
+
+def test_as_a_backend_it_is_the_definition_and_new_tables_need_no_new_program():
+    torch._dynamo.utils.counters.clear()
+    for length in (129, 150, 150, 150, 129):
+        content = Content.of((torch.randn(2, 4, 100), torch.randn(2, 4, length).double()), 100)
+        numbers = torch.arange(length).expand(2, -1) // 70
+        tables = torch.randn(4, length), torch.rand(4, length)
+        terms = Terms(*tables, 60, segments=numbers, content=content, needs_lse=True)
+        k, v = torch.randn(2, 2, 4, length, 16)
+        q = torch.randn(2, 4, 100, 16)
+        with torch.no_grad():
+            results = BACKENDS["flex"](q, k, v, terms)
+            expected = BACKENDS["eager"](q, k, v, terms)
+        for ours, exact in zip(results, expected, strict=True):
+            torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+def test_the_backend_computes_a_model_and_refuses_to_train_it_on_a_cpu():
+    gpt = Subject("sum", {"parts": ["rotary", "mep_free"]}).gpt("flex")
+    ids = random_ids(100)
+    with torch.no_grad():
+        logits = gpt(ids)
+        gpt.use_attention(replace(gpt.attention, attention_backend="eager"))
+        plain = gpt(ids)
+        gpt.use_attention(replace(gpt.attention, attention_backend="flex"))
+    torch.testing.assert_close(logits, plain, rtol=1e-4, atol=1e-5)
+    with pytest.raises(UserError, match="computes no gradients on the CPU"):
+        gpt(ids)
 
 
 def test_a_mask_serves_further_layers():

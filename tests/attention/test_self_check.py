@@ -6,8 +6,17 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron.attention import BACKENDS, COMPUTED, attention, self_check
+from megatron.attention import (
+    BACKENDS,
+    COMPUTED,
+    FAULTS,
+    KERNELS,
+    attention,
+    choose,
+    self_check,
+)
 from megatron.attention.eager import eager
+from megatron.attention.terms import Terms
 from megatron.errors import UserError
 
 
@@ -102,3 +111,84 @@ def test_the_check_disturbs_nothing_around_it(plant):
     assert torch.equal(*recomputed, *plain)
     assert torch.equal(torch.get_rng_state(), before)
     assert lengths.count(200) == 3
+
+
+def cannot_compile(q, k, v, terms):
+    def no_compiler(graph, example_inputs):
+        raise RuntimeError("ptxas is missing")
+
+    return torch.compile(eager, backend=no_compiler)(q, k, v, terms)
+
+
+@pytest.fixture
+def kernels(plant, monkeypatch):
+    """`auto` on this machine's device takes a planted kernel first, as our own on CUDA."""
+
+    def put(function, *further):
+        monkeypatch.setitem(KERNELS, "cpu", ("planted", *further))
+        FAULTS.clear()
+        return plant(function)
+
+    yield put
+    FAULTS.clear()
+
+
+def warnings_in(caplog):
+    return [entry.getMessage() for entry in caplog.records if entry.name == "megatron.attention"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "word"),
+    [
+        (cannot_compile, "BackendCompilerFailed"),
+        (crash, "ptxas: unsupported"),
+        (half_a_gradient, "is wrong"),
+    ],
+)
+@pytest.mark.parametrize("further", [(), ("flex",)])
+def test_auto_goes_on_without_a_kernel_that_has_a_fault(kernels, caplog, broken, word, further):
+    """It does not compile, launch or agree: one warning, and the right result."""
+    lengths = kernels(broken, *further)
+    arguments = inputs(backend="auto", window=7)
+    arguments["bias"].requires_grad_()
+    leaves = [arguments[name].requires_grad_() for name in ("q", "k", "v", "bias")]
+    out = attention(**arguments)
+    direction = torch.randn_like(out)
+    expected = attention(**{**arguments, "backend": "eager"})
+    # On a CPU, torch's flex_attention has no gradients, so sdpa is next.
+    for ours, exact in zip(
+        (out, *torch.autograd.grad(out, leaves, direction)),
+        (expected, *torch.autograd.grad(expected, leaves, direction)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-5)
+    attention(**arguments)
+    [warning] = warnings_in(caplog)
+    assert warning.startswith("attention_backend: planted ")
+    assert word in warning
+    assert warning.endswith("; going on with sdpa")
+    assert lengths == [200]
+    choice = choose("auto", arguments["q"], Terms(arguments["bias"]))
+    assert choice.backend == "sdpa"
+    assert f"not planted: {FAULTS['planted', 'cpu']}" in choice.reason
+
+
+def test_flex_follows_a_kernel_with_a_fault_where_gradients_are_not_asked_for(kernels, caplog):
+    kernels(crash, "flex")
+    arguments = inputs(150, backend="auto", window=70)
+    with torch.no_grad():
+        out = attention(**arguments)
+        expected = attention(**{**arguments, "backend": "eager"})
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    [warning] = warnings_in(caplog)
+    assert warning.endswith("; going on with flex")
+
+
+def test_where_all_kernels_have_faults_one_warning_names_each(kernels, monkeypatch, caplog):
+    kernels(crash, "flex")
+    monkeypatch.setitem(BACKENDS, "flex", no_window)
+    attention(**inputs(backend="auto", window=7))
+    [warning] = warnings_in(caplog)
+    assert "planted fails on cpu" in warning
+    assert "; flex is wrong on cpu" in warning
+    assert warning.endswith("; going on with sdpa")

@@ -228,12 +228,6 @@ def test_alibi_scaling_is_what_the_mep_fork_made_of_it():
         assert config.notes[-1].endswith(" in the MEP fork, which is what it is here")
 
 
-def test_a_backend_that_is_no_more_is_named_in_a_note():
-    config = loaded("attention_backend=flex")
-    assert config.attention.attention_backend == "auto"
-    assert config.notes[0].startswith("attention_backend: flex means auto; FlexAttention")
-
-
 def test_full_attention_needs_no_key():
     for value in ('[[["global"], 2]]', '[[[global, flash], "all"]]', "[global]"):
         [note] = loaded(f"attention_config={value}").notes

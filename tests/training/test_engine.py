@@ -14,7 +14,7 @@ from megatron.errors import UserError
 from megatron.model import from_config
 from megatron.training import trainer as trainer_module
 from megatron.training.checkpoint import full_weights
-from megatron.training.trainer import Trainer
+from megatron.training.trainer import Trainer, is_compiled
 from tests.encodings import every_signature
 from tests.support import of_encoding
 from tests.training.conftest import VOCAB, text, tiny, trainer
@@ -83,7 +83,8 @@ def test_a_broken_backend_is_found_before_it_is_compiled(grid, monkeypatch):
 
     monkeypatch.setitem(BACKENDS, "planted", a_key_too_far)
     monkeypatch.setitem(COMPUTED, "planted", COMPUTED["sdpa"])
-    monkeypatch.setattr(trainer_module, "compile_layers", lambda *_: None)
+    monkeypatch.setattr(type(model), "compile_layers", lambda *_: None)
+    monkeypatch.setattr(trainer_module, "is_compiled", lambda *_: True)
     model.use_attention(replace(model.attention, attention_backend="planted"))
     with pytest.raises(UserError, match="planted is wrong"):
         Trainer(load([], tiny("train_iters=1", "pos_emb=alibi", "torch_compile=true")), model, grid)
@@ -101,10 +102,33 @@ def test_training_leaves_learned_numbers_float32_and_within_their_bounds(grid, n
         assert ((value >= low) & (value <= high)).all()
 
 
+def test_auto_compiles_on_cuda_alone_and_goes_on_without_a_compiler(caplog):
+    assert not is_compiled(load([], tiny()), torch.device("cpu"))
+    nowhere = torch.device("cuda", torch.cuda.device_count())  # whose compiler cannot work
+    for words in (["seq_length_schedule=[[32, 2]]"], ["zero_optimization.stage=3"]):
+        assert not is_compiled(load([], tiny("train_iters=9", *words)), nowhere)
+    assert "torch_compile" not in caplog.text
+    assert not is_compiled(load([], tiny()), nowhere)
+    [warning] = [x.getMessage() for x in caplog.records if x.name == "megatron.training.trainer"]
+    assert warning.startswith("torch_compile: no compiler works on cuda: ")
+
+
+def test_a_compiler_that_is_asked_for_and_missing_is_one_message(grid):
+    torch._dynamo.reset()
+    without = {"cpp.cxx": ("/no/compiler",), "force_disable_caches": True}
+    with (
+        torch._inductor.config.patch(without),
+        pytest.raises(UserError, match=r"torch_compile: no compiler works on cpu: .* or set false"),
+    ):
+        trainer(grid, "torch_compile=true")
+
+
 @pytest.mark.campaign
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-def test_compiled_and_recomputed_layers_give_the_losses_of_plain_ones(grid):
-    words = ["num_layers=1", "pos_emb=mep_param"]
-    plain = losses(trainer(grid, *words), 2)
-    for key in ("checkpoint_activations=true", "torch_compile=true"):
-        assert losses(trainer(grid, *words, key), 2) == pytest.approx(plain, rel=1e-5)
+@pytest.mark.parametrize("name", ["mep_param", "rotary", "fox"])
+def test_compiled_and_recomputed_layers_give_the_losses_of_plain_ones(grid, name):
+    words = ["num_layers=2", f"pos_emb={name}"]
+    plain = losses(trainer(grid, *words), 3)
+    recomputed, compiled = "checkpoint_activations=true", "torch_compile=true"
+    for keys in ([recomputed], [compiled], [recomputed, compiled, "zero_optimization.stage=1"]):
+        assert losses(trainer(grid, *words, *keys), 3) == pytest.approx(plain, rel=1e-5)
