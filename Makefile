@@ -46,10 +46,10 @@ test-docs: $(INSTALLED)
 
 # On a machine with a GPU, with what PYTHON has there: no .venv is made. Tests of the kernels need torch, numpy and
 # pytest (7.4 or newer) alone, and Triton a C compiler at its first launch; what is missing skips a test with its
-# reason. Blocks of at most seven, eight and ten minutes, one or all:
+# reason. Blocks of at most seven, five and three minutes, one or all:
 #   make gpu-check BLOCK=1
 # Each step has a log in OUT; a step that fails or is stopped at its time ends no other. docs/first_gpu.md says what each
-# figure decides. DRY=1 runs the same commands with small sizes on a CPU, in some minutes.
+# figure decides. DRY=1 runs the same commands with small sizes on a CPU, in some minutes and without their limits.
 # Where nothing can be fetched, DeepSpeed and pydantic come as wheels, made elsewhere by
 # `pip download -d wheels -r requirements.txt`, and
 #   pip install --no-index --no-deps --target site wheels/*.whl && PYTHONPATH=site make gpu-check
@@ -57,26 +57,31 @@ OUT ?= $(if $(DRY),dry,gpu-check)
 BLOCK ?= 1 2 3
 DATA ?= configs/data/openwebtext2.yml
 TRAINED = configs/125M.yml $(DATA) log_interval=20 eval_interval=0 keep_last_n_checkpoints=1
-STEPS = tools/bench.py rotary kerple_log alibi mep_free --rounds 7 --length 16384
-TERMS = alibi kerple_log kerple_bias_wht fox cable rotary --rounds 7 --attention 512 2048 4096 16384
-EVALUATED = eval_tokens=1048576 --lengths 512 1024 2048 4096 8192 16384
+BENCH = tools/bench.py --rounds 7
+FIRST_HALF = none rotary kerple_log
+SECOND_HALF = alibi mep_free fox t5
+EVALUATED = eval_tokens=262144 --lengths 512 1024 2048 4096 8192 16384
 TRAIN_STEPS = 1000
+ATTENTION = 2048 16384
+LONG = 16384
 ifdef DRY
 export CUDA_VISIBLE_DEVICES :=
 DATA = data_path=$(OUT)/data/docs/docs_text_document
 TRAINED += num_layers=1 hidden_size=32 num_attention_heads=2 seq_length=32 precision=fp32 split=8,1,1 eval_iters=1 \
 	eval_lengths=[32,64] eval_tokens=128 train_batch_size=2 train_micro_batch_size_per_gpu=2
-SMALL = --hidden 32 --layers 1 --heads 2 --vocab 64 --train_length 16 --length 16 --threads 1 --rounds 1
-SHORT = $(SMALL) --attention 32
+BENCH = tools/bench.py --rounds 1 --hidden 32 --layers 1 --heads 2 --vocab 64 --train_length 16 --threads 1
 EVALUATED = eval_tokens=128 --lengths 32 64
 TRAIN_STEPS = 3
+ATTENTION = 32
+LONG = 16
 endif
 # $(call check,SECONDS,NAME,WORDS): one step; a training that is stopped has 20 seconds to write its checkpoint.
-check = -timeout -k 20 $(1) $(PYTHON) $(3) >$(OUT)/$(2).log 2>&1
+check = -timeout -k 20 $(if $(DRY),600,$(1)) $(PYTHON) $(3) >$(OUT)/$(2).log 2>&1
 tests = $(call check,$(1),$(2),-m pytest -q -rs -p no:cacheprovider -m gpu $(3))
-train = $(call check,100,train_$(1),train.py $(TRAINED) train_iters=$(TRAIN_STEPS) lr_decay_iters=$(TRAIN_STEPS) \
+train = $(call check,75,train_$(1),train.py $(TRAINED) train_iters=$(TRAIN_STEPS) lr_decay_iters=$(TRAIN_STEPS) \
 	configs/pos_emb/$(1).yml save=$(OUT)/runs/$(1) load=$(OUT)/runs/$(1) $(2))
-evaluate = $(call check,60,evaluate_$(1),evaluate.py --checkpoint $(OUT)/runs/$(1) --output $(OUT)/$(1).jsonl $(EVALUATED))
+evaluate = $(call check,25,evaluate_$(1)$(2),evaluate.py --checkpoint $(OUT)/runs/$(1) --output $(OUT)/$(1)$(2).jsonl \
+	$(EVALUATED) $(3))
 
 gpu-check: $(BLOCK:%=gpu-check-%)
 
@@ -85,29 +90,30 @@ gpu-check-%: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 
 gpu-check-1:
 	mkdir -p $(OUT)
-	$(call tests,110,tests_cuda,-x tests/attention/test_cuda.py)
-	$(call tests,130,tests_triton,-x tests/attention/test_triton.py)
-	$(call check,150,attention_first,tools/bench.py alibi kerple_log --flex --rounds 7 --attention 2048 16384 $(SHORT))
+	$(call tests,100,tests_cuda,-x tests/attention/test_cuda.py)
+	$(call tests,110,tests_triton,-x tests/attention/test_triton.py)
+	$(call check,120,attention_flex,$(BENCH) alibi kerple_log --flex --attention $(ATTENTION))
+	$(call check,85,attention,$(BENCH) $(FIRST_HALF) $(SECOND_HALF) --attention $(ATTENTION))
 
 gpu-check-2:
 	mkdir -p $(OUT)
 ifdef DRY
 	$(call check,60,data,prepare_data.py --input README.md docs/[a-g]*.md --name docs -t CharLevelTokenizer -d $(OUT)/data)
 endif
-	$(call check,60,steps,$(STEPS) $(SMALL))
+	$(call check,60,steps,$(BENCH) nanogpt $(FIRST_HALF) $(SECOND_HALF) --length $(LONG))
 	$(call train,kerple_log,profile=true)
 	$(call evaluate,kerple_log)
+	$(call evaluate,kerple_log,_float32,float32_matmul_precision=highest)
 	$(call train,rotary)
 	$(call evaluate,rotary)
-	$(call check,30,table,tools/compare.py $(OUT)/kerple_log.jsonl $(OUT)/rotary.jsonl --against rotary --output $(OUT)/table.md)
-	$(call check,60,attention_64,tools/bench.py $(TERMS) $(SHORT))
+	$(call check,15,table,tools/compare.py $(OUT)/kerple_log.jsonl $(OUT)/rotary.jsonl --against rotary --output $(OUT)/table.md)
 
 gpu-check-3:
 	mkdir -p $(OUT)
-	$(call tests,120,tests_random,tests/attention/test_random.py tests/attention/test_flex.py)
-	$(call tests,180,tests_engine,tests/test_gpu.py tests/test_no_sync.py)
-	$(call train,mep_free,torch_compile=true)
-	$(call check,90,attention_128,tools/bench.py $(TERMS) --hidden 1536 $(SHORT))
+	$(call check,50,steps_compiled_1,$(BENCH) nanogpt $(FIRST_HALF) --compile --length 512)
+	$(call check,50,steps_compiled_2,$(BENCH) nanogpt $(SECOND_HALF) --compile --length 512)
+	$(call tests,30,tests_random,tests/attention/test_random.py tests/attention/test_flex.py)
+	$(call tests,50,tests_engine,tests/test_gpu.py tests/test_no_sync.py)
 
 # Random and damaged input until something is neither read nor refused, and random shapes and options of attention against
 # its definition: make fuzz FUZZ_EXAMPLES=20000. A failure is printed as an example that can be run again.

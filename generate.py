@@ -89,7 +89,7 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
         changes["window_layers"] = ()
     attention = replace(MeasuredAttention.of(trained.config.attention), **changes)
     model.use_attention(attention)
-    model.to(device, DTYPES[arguments.dtype])
+    trained.to(device, arguments.dtype)
     use_threads(count_parameters(model), device)
     settings = {name: getattr(arguments, name) for name in SETTINGS}
     facts = {

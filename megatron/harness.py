@@ -12,7 +12,7 @@ from megatron.errors import UserError, in_words
 from megatron.evaluation.evaluate_checkpoint import variants
 from megatron.evaluation.loaded_run import opened_with_tokenizer, variant
 from megatron.evaluation.methods import MeasuredAttention
-from megatron.evaluation.options import DTYPES, Options
+from megatron.evaluation.options import Options
 from megatron.files import check_output, write_text
 from megatron.generation import as_transformers
 from megatron.interop.export import transformers_tokenizer
@@ -66,7 +66,7 @@ def evaluate_tasks(
     check_output(output, MARK.encode())
     lines = output.read_text(encoding="utf-8").splitlines(keepends=True) if output.exists() else []
     device = device_alone()
-    model.to(device, DTYPES[options.dtype])
+    trained.to(device, options.dtype)
     use_threads(count_parameters(model), device)
     if not isinstance(tokenizer, Subwords):
         raise UserError(f"--tasks: {tokenizer.name} has no tokenizer.json, which tasks need")

@@ -5,7 +5,8 @@ python tools/bench.py alibi kerple_log --attention 512 2048 4096 --threads 1
 
 Without names, every encoding is measured with the options of its file in configs/pos_emb, and
 rotary first. A step is forward, backward, clipping and torch's fused AdamW, in float32 on the CPU
-and in bfloat16 on CUDA; DeepSpeed and the loader are not in it. Attention has no projections.
+and in bfloat16 on CUDA; DeepSpeed and the loader are not in it. The name `nanogpt` stands for
+nanoGPT's model, of torch's layers alone. Attention has no projections.
 
 Every round runs each encoding once. A ratio is to the first line in the same round; the table shows
 the median. On the CPU the clock is CPU time of all threads. Memory is what a call takes beyond its
@@ -65,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     lengths = "measure attention alone at these lengths, beside scaled_dot_product_attention"
     add("--attention", nargs="+", type=int, default=[], metavar="L", help=lengths)
     add("--flex", action="store_true", help="with --attention: also torch's, compiled")
+    add("--compile", action="store_true", help="compile the layers of a step")
     for name, size in SIZES.items():
         add(f"--{name}", type=int, default=size, help="default: %(default)s")
     options = parser.parse_args(argv)
@@ -108,9 +110,21 @@ def subject(options: argparse.Namespace, name: str, settings: Settings) -> Subje
     return Subject(name, settings, options.heads, features, options.train_length, options.vocab)
 
 
+def model(options: argparse.Namespace, name: str, settings: Settings) -> Any:
+    if name == "nanogpt":
+        from tests.nanogpt import NanoGPT
+
+        return NanoGPT(options).to(DEVICE, DTYPE)
+    gpt = subject(options, name, settings).gpt(layers=options.layers).to(DEVICE, DTYPE)
+    gpt.positions.float()
+    return gpt
+
+
 def step(options: argparse.Namespace, name: str, settings: Settings) -> Call:
-    gpt = subject(options, name, settings).gpt(layers=options.layers).train()
-    gpt.to(DEVICE, DTYPE).positions.float()
+    gpt = model(options, name, settings).train()
+    for layer in gpt.layers:
+        if options.compile:
+            layer.compile(dynamic=False)
     ids = torch.randint(options.vocab, (options.batch, options.train_length + 1), device=DEVICE)
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
 
@@ -124,8 +138,7 @@ def step(options: argparse.Namespace, name: str, settings: Settings) -> Call:
 
 
 def evaluation(options: argparse.Namespace, name: str, settings: Settings) -> Call:
-    gpt = subject(options, name, settings).gpt(layers=options.layers)
-    gpt.to(DEVICE, DTYPE).positions.float()
+    gpt = model(options, name, settings)
     ids = torch.randint(options.vocab, (1, options.length + 1), device=DEVICE)
     return torch.inference_mode()(partial(gpt, ids[:, :-1], labels=ids[:, 1:]))
 

@@ -34,13 +34,18 @@ from megatron.files import in_bytes, write_output
 from megatron.model.size import parameters
 from megatron.positions import ALIASES, REGISTRY
 from megatron.strict_yaml import on_one_line
-from megatron.sweeps.cost import DEVICES, UTILISATION, evaluation_flops, peak_tflops, training_cost
+from megatron.sweeps.cost import (
+    DEVICES,
+    UTILISATION,
+    evaluation_flops,
+    hours,
+    training_cost,
+)
 from megatron.training.batches import likely_rows, windows_per_step
 from megatron.training.fits import memory_to_train
 
 WIDTH = 100
 INDENT = " " * 6
-HOUR = 3600  # seconds
 EXPERIMENT = re.compile(r"(.+)_(openwebtext2|github|arxiv|pg19)_\d+")
 PREFIX = re.compile(r"(len1024_)?(medium_)?(snope_)?")
 COUNT = re.compile(r"all00(\d)")  # that many kernels of equal weight
@@ -115,16 +120,19 @@ def size_lines(config: Config, gpu: str | None, mfu: float) -> Iterator[str]:
     yield f"  FLOP of training    {flops:.3g}"
     yield f"  FLOP to evaluate    {evaluated:.3g}, eval_tokens at every length"
     yield f"  memory to train     at least {in_bytes(memory)} on each of {devices} device(s)"
-    yield f"\nGPU hours to train at {mfu:.0%} (--mfu) of the speed below"
+    trained = config.precision.products(config.precision.dtype)
+    measured = config.precision.products("fp32")
+    yield f"\nGPU hours to train in {trained} and to evaluate in {measured},"
+    yield f"at {mfu:.0%} (--mfu) of the data sheet's speed"
     for name in [gpu] if gpu else DEVICES:
-        peak = peak_tflops(name, config.precision.dtype)
-        hours = flops / (peak * 1e12 * mfu) / HOUR
-        alone, together = _short(hours), _short(hours / devices)
-        yield f"  {name:<9} {alone} ({together} on {devices}); {peak:.4g} TFLOP/s by its data sheet"
+        alone = hours({trained: flops}, name, mfu)
+        to_train = f"{_short(alone)} ({_short(alone / devices)} on {devices}) to train"
+        to_evaluate = _short(hours({measured: evaluated}, name, mfu))
+        yield f"  {name:<9} {to_train}, {to_evaluate} to evaluate"
 
 
-def _short(hours: float) -> str:
-    return f"{hours * 60:.2g} minutes" if hours < 0.1 else f"{hours:.3g} hours"
+def _short(time: float) -> str:
+    return f"{time * 60:.2g} minutes" if time < 0.1 else f"{time:.3g} hours"
 
 
 # --- Today's spelling of published files ---

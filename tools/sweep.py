@@ -31,7 +31,7 @@ from megatron.sweeps.cells import (
     load_sweep,
     state_of,
 )
-from megatron.sweeps.cost import DEVICES, UTILISATION, cost, peak_tflops
+from megatron.sweeps.cost import DEVICES, UTILISATION, cost, hours
 from megatron.sweeps.engines import LAUNCHERS, run_on
 from megatron.sweeps.runner import Runner, places_of
 
@@ -128,16 +128,19 @@ def plan(
     sweep: Sweep, states: Sequence[State], jobs: int | None, device_name: str | None = None
 ) -> str:
     """The cells that will run, and their cost."""
-    tokens, flops = cost(sweep, states)
+    tokens, training, evaluation = cost(sweep, states)
     time = "time: --device NAME shows it"
     if device_name is not None:
-        peak = peak_tflops(device_name, sweep.cells[0].config.precision.dtype)
-        hours = flops / (peak * 1e12 * UTILISATION * (jobs or 1)) / 3600
-        time = f"time: {hours:,.2f} hours on {jobs or 1} x {device_name}"
-        time += f" (assumed: {UTILISATION:.0%} of {peak:.3g} TFLOP/s, its data sheet's peak)"
+        devices = jobs or 1
+        to_train = hours(training, device_name) / devices
+        to_evaluate = hours(evaluation, device_name) / devices
+        time = f"time: {to_train + to_evaluate:,.2f} hours on {devices} x {device_name}"
+        time += f", {to_train:,.2f} to train and {to_evaluate:,.2f} to evaluate"
+        time += f" (assumed: {UTILISATION:.0%} of its data sheet's peak for each number format)"
     lines = [
         status(sweep, states)[0],
-        f"to do: {tokens / 1e6:,.1f} million tokens of training, {flops:.2e} FLOP with evaluation",
+        f"to do: {tokens / 1e6:,.1f} million tokens of training, {sum(training.values()):.2e} FLOP,"
+        f" and {sum(evaluation.values()):.2e} FLOP of evaluation",
         time,
         "not counted: downloads, tokenising, memory and disk",
     ]

@@ -100,6 +100,8 @@ class Config(Sections):
             del shaping["pos_emb_layers"]
         not_empty = {key: value for key, value in shaping.items() if value != {}}
         not_empty.pop("pos_emb_file", None)
+        if self.precision.dtype != "fp32":
+            not_empty.pop("float32_matmul_precision", None)
         if self.pos_emb_code is not None:  # the text counts, not where the file is
             not_empty["pos_emb_file"] = syntax_fingerprint(self.pos_emb_code)
         return fingerprint(json.dumps(_canonical(not_empty), sort_keys=True))[:12]

@@ -492,10 +492,20 @@ class Precision(Section):
     fp16: LossScale = Field(default_factory=LossScale)
     fp32_allreduce: bool = False
     """Exchange gradients between devices in float32 with every precision."""
+    float32_matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """How a GPU multiplies the matrices of a float32 model, in training and evaluation, by the
+    names of torch.set_float32_matmul_precision; highest: in float32; high, medium: in TF32, which
+    rounds factors to 10 bits and is faster (docs/performance.md). It changes nothing for a bf16 or
+    fp16 model, nor on the CPU. It counts for the hash with precision: fp32."""
 
     @property
     def dtype(self) -> Literal["fp32", "bf16", "fp16"]:
         return self.precision
+
+    def products(self, dtype: str) -> str:
+        """The format in which a GPU multiplies matrices of a model of this dtype."""
+        rounds = dtype == "fp32" and self.float32_matmul_precision != "highest"
+        return "tf32" if rounds else dtype
 
 
 class ZeroOptimization(Section):

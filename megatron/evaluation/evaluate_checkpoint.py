@@ -32,7 +32,6 @@ from megatron.evaluation.loaded_run import (
 )
 from megatron.evaluation.methods import MeasuredAttention, method_of
 from megatron.evaluation.options import (
-    DTYPES,
     Options,
     options_of_words,
     words_of,
@@ -42,7 +41,7 @@ from megatron.files import check_output
 from megatron.folder_lock import owned_file
 from megatron.model import positions_from_config
 from megatron.parallel.context import Context, context_of
-from megatron.parallel.grid import Grid, here, owned_by_first
+from megatron.parallel.grid import Grid, here, owned_by_first, set_matmul_precision
 from megatron.parallel.threads import count_parameters, use_threads
 from megatron.positions import Position
 from megatron.protocols import (
@@ -111,6 +110,8 @@ def evaluate_training(
     model = load_model(path, config, record, weights.items())
     run = on_text(measurable(model, config, None, path, record))
     measured_rows(run, options_of_training(config), grid, context, stops=stops, brief=True)
+    precision = config.precision
+    set_matmul_precision(precision.float32_matmul_precision, precision.dtype, grid.device)
 
 
 def options_of_training(config: Config) -> Options:
@@ -254,7 +255,7 @@ def measured_rows(
     lengths = sorted(set(options.lengths or run.config.evaluation.eval_lengths))
     owned = [owned_file(output, "--output") for output in rows]
     with owned_by_first(grid, *owned):
-        run.model.to(grid.device, DTYPES[options.dtype])
+        run.to(grid.device, options.dtype)
         for job in jobs:
             run.model.use_attention(job.attention)
             if not brief:

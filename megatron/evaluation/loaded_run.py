@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import torch
 
 from megatron.checkpoints.manifest import TOKENIZER, imported_class, weights_of
 from megatron.checkpoints.read import load_for_evaluation
@@ -24,8 +25,10 @@ from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.evaluation.methods import MeasuredAttention
+from megatron.evaluation.options import DTYPES
 from megatron.files import place_of
 from megatron.model import GPT
+from megatron.parallel.grid import set_matmul_precision
 from megatron.positions.layers import name_of_layers
 from megatron.protocols import Windows
 from megatron.results.row import ATTENTION_INPUTS, EXACT, Facts
@@ -104,6 +107,11 @@ class LoadedModel:
             places.append(("HFTokenizer", str(prefix.with_name(BESIDE_TOKENS)), None))
         return _tokenizer(tuple(dict.fromkeys(places)), expected, self.record["vocab"])
 
+    def to(self, device: torch.device, dtype: str) -> None:
+        """Move the model to its device, in a dtype by its name."""
+        self.model.to(device, DTYPES[dtype])
+        set_matmul_precision(self.config.precision.float32_matmul_precision, dtype, device)
+
     def facts(self, attention: MeasuredAttention) -> Facts:
         """The keys of every row about the model, as it now is, and about the code."""
         weight = next(self.model.parameters())
@@ -127,6 +135,8 @@ class LoadedModel:
             **variant(attention),
             **self.trained.beside_encoding,
         }
+        if weight.is_cuda:
+            facts["float32_matmul_precision"] = torch.get_float32_matmul_precision()
         if origin := imported_class(self.record):
             facts["origin"] = origin
         for key in ("parent", "parent_model"):

@@ -95,6 +95,17 @@ def device_alone() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def set_matmul_precision(precision: str, dtype: str, device: torch.device) -> None:
+    """Apply the key float32_matmul_precision to a model of a dtype, on a GPU.
+
+    Encodings compute tables in float32 in every dtype: those of a bf16 or fp16 model stay exact. So
+    does the CPU, where torch's `medium` would be bf16.
+    """
+    if dtype != "fp32" or device.type != "cuda":
+        precision = "highest"
+    torch.set_float32_matmul_precision(precision)
+
+
 def connect(backend: str | None = None) -> Grid:
     """Join the processes that a launcher (deepy.py, torchrun) or scheduler started; one runs alone.
 

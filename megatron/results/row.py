@@ -41,6 +41,7 @@ class Variant(TypedDict, total=False):
     clip_distance: int | None  # from here on a table keeps its value; None: nowhere
     method: str | None  # for longer texts, such as "rerope,window=256"; None: none
     dtype: str  # of the model's matrices
+    float32_matmul_precision: str  # of a float32 model on a GPU, by torch's names; none: highest
 
 
 OPTION_TYPES = dict.fromkeys(PROTOCOL_OPTIONS, int)
@@ -151,11 +152,12 @@ class Row(Question, Pieces, Answers, Collected, total=False):
 VARIANT = tuple(Variant.__annotations__)
 SETTING = (*Setting.__annotations__, *PROTOCOL_OPTIONS)
 EXACT, MEAN = "tokenizer", "card"  # values of bytes_from
-# What widens or narrows attention. Every row has a dtype, so it is no change to report.
-ATTENTION_INPUTS = tuple(key for key in VARIANT if key != "dtype")
+# What widens or narrows attention: all but the numbers' format, which is no change to report.
+FORMAT = ("dtype", "float32_matmul_precision")
+ATTENTION_INPUTS = tuple(key for key in VARIANT if key not in FORMAT)
 # How a missing value of a variant reads: a switch is off, a number is none. Labels leave these out.
 USUAL = {key: "off" if kind is bool else "none" for key, kind in Variant.__annotations__.items()}
-USUAL["dtype"] = "float32"
+USUAL |= {"dtype": "float32", "float32_matmul_precision": "highest"}
 FROM_SCRATCH = {"trained_on": "one corpus", "parent_model": "none"}  # what no value means
 
 # What makes measurements different, beside the encoding and the length, in the order of labels:

@@ -1,6 +1,7 @@
 """The cost of a sweep: tokens, floating point operations, time on a device."""
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -26,18 +27,33 @@ DEVICES = {
     "rtx3090": "GeForce RTX 3090",
     "rtx4090": "GeForce RTX 4090",
 }
+Operations = dict[str, float]  # by the number format of matrix products
 
 
-def cost(sweep: Sweep, states: Sequence[State]) -> tuple[int, float]:
-    """All that is missing: tokens of training, and operations of training and evaluation."""
-    tokens, flops = 0, 0.0
+def cost(sweep: Sweep, states: Sequence[State]) -> tuple[int, Operations, Operations]:
+    """All that is missing: tokens of training, operations of training and of evaluation."""
+    tokens = 0
+    training, evaluation = defaultdict(float), defaultdict(float)
     for cell, state in zip(sweep.cells, states, strict=True):
         config, vocab = cell.config, likely_rows(cell.config)
+        precision = config.precision
         cell_tokens, cell_flops = training_cost(config, vocab, max(0, cell.steps - state.step))
         tokens += cell_tokens
-        flops += cell_flops
-        flops += sum(evaluation_flops(call.options, config, vocab) for call in state.missing)
-    return tokens, flops
+        training[precision.products(precision.dtype)] += cell_flops
+        for call in state.missing:
+            products = precision.products(call.options.get("dtype", "fp32"))
+            evaluation[products] += evaluation_flops(call.options, config, vocab)
+    return tokens, training, evaluation
+
+
+def hours(operations: Operations, device: str, share: float = UTILISATION) -> float:
+    """Hours of a device in DEVICES at a share of its data sheet's speed."""
+    seconds = 0.0
+    for products, flops in operations.items():
+        # A V100 has no bf16: what it would run in its place is fp16.
+        peak = peak_of(DEVICES[device], products) or peak_of(DEVICES[device], "fp16")
+        seconds += flops / (cast(float, peak) * 1e12 * share)
+    return seconds / 3600
 
 
 def training_cost(config: Config, vocab: int, steps: int) -> tuple[int, float]:
@@ -70,10 +86,3 @@ def evaluation_flops(options: Mapping[str, Any], config: Config, vocab: int) -> 
             tokens = protocol.tokens(request, length)
             total += variants * tokens * forward_flops(config, vocab, length)
     return total
-
-
-def peak_tflops(device: str, precision: str) -> float:
-    """TFLOP/s of large matrix products by the data sheet of a device in DEVICES."""
-    # A V100 has no bf16: what it would run in its place is fp16.
-    peak = peak_of(DEVICES[device], precision) or peak_of(DEVICES[device], "fp16")
-    return cast(float, peak)

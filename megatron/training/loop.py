@@ -26,7 +26,7 @@ from megatron.errors import UserError
 from megatron.folder_lock import owned_folder
 from megatron.model import AttentionSettings, from_config
 from megatron.parallel.context import context_of
-from megatron.parallel.grid import Grid, owned_by_first, shared_faults
+from megatron.parallel.grid import Grid, owned_by_first, set_matmul_precision, shared_faults
 from megatron.parallel.threads import count_parameters, use_threads
 from megatron.training import checkpoint
 from megatron.training.batches import Batches, length_of_step, open_text
@@ -170,6 +170,8 @@ class Run:
             self.batches.validation()
         count, in_encoding = count_parameters(model), count_parameters(model.positions)
         use_threads(count, grid.device, before=record.get("threads"))
+        precision = config.precision
+        set_matmul_precision(precision.float32_matmul_precision, precision.dtype, grid.device)
         sources = {}
         if start.parent is not None:
             sources = match_weights(start.parent, model, start.parent_model)

@@ -84,15 +84,16 @@ def utilisation(flops: float, tokens_per_second: float, peak: float | None) -> d
     return numbers
 
 
-def peak_of(name: str, precision: str) -> float | None:
+def peak_of(name: str, products: str) -> float | None:
     """Dense TFLOP/s of a device by its data sheet, or None if it is unknown.
 
     name: as CUDA has it: `NVIDIA A100-SXM4-80GB`, `Tesla V100-SXM2-16GB` …
+    products: the number format of matrix products, fp16, bf16, fp32 or tf32
     """
     bare = re.sub(r"^(NVIDIA|Tesla) ", "", name)
     for pattern, peaks in PEAKS.items():
         if re.fullmatch(pattern, bare):
-            return peaks[("fp16", "bf16", "fp32").index(precision)]
+            return peaks[("fp16", "bf16", "fp32", "tf32").index(products)]
     return None
 
 
@@ -265,7 +266,8 @@ class TrainingLog(Metrics):
         self.peak = settings.peak_theoretical_tflops
         if self.peak is None and grid.device.type == "cuda":
             name = torch.cuda.get_device_name(grid.device)
-            self.peak = peak_of(name, config.precision.dtype)
+            precision = config.precision
+            self.peak = peak_of(name, precision.products(precision.dtype))
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -49,6 +49,9 @@ def test_the_hash_is_of_what_shapes_the_model():
         assert loaded(word).hash == base.hash, word
     hashes = {loaded(*words.split("&")).hash for words in SHAPES.split(" ")}
     assert len(hashes | {base.hash}) == 1 + len(SHAPES.split(" "))
+    rounded = "float32_matmul_precision=high"  # acts on float32 products alone
+    assert loaded(rounded).hash != base.hash
+    assert loaded(rounded, "precision=bf16").hash == loaded("precision=bf16").hash
     written = ["pos_emb_args={base: 1e4, rotary_pct: 1}", "lr_decay_iters=0"]
     assert loaded(*written, "optimizer.params.eps=1e-8").hash == base.hash  # defaults written out
     assert loaded("train_data_paths=d/a").hash == loaded("train_data_paths=/e/a").hash

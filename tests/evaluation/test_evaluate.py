@@ -5,6 +5,8 @@ import itertools
 import math
 import re
 import shutil
+from argparse import Namespace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,10 +22,12 @@ from megatron.data.tokens import TokenWriter
 from megatron.entry import run
 from megatron.evaluation import evaluate_checkpoint, loaded_run
 from megatron.evaluation.loaded_run import SHAPES_LOSSES, code_fingerprint
+from megatron.evaluation.methods import MeasuredAttention
 from megatron.folder_lock import owned_file
 from megatron.model import from_config
 from megatron.results.files import read_rows
 from megatron.results.labels import runs
+from megatron.results.row import value_of
 from tests.support import ROOT
 from train import measure
 
@@ -102,6 +106,32 @@ def evaluate(*words):
 def rows_of(output, *words):
     assert evaluate(*words, "--output", output) == 0
     return read_rows([output])
+
+
+class OnGPU:
+    """What a row asks of a model on a GPU, where there is none."""
+
+    resolved_backend = "sdpa"
+
+    def parameters(self):
+        yield Namespace(dtype=torch.float32, device=torch.device("cuda"), is_cuda=True)
+
+    def to(self, device, dtype):
+        assert (device.type, dtype) == ("cuda", torch.float32)
+
+
+def test_a_row_of_a_gpu_says_how_exact_its_float32_products_were(home):
+    trained = loaded_run.loaded_model(configuration(home, "float32_matmul_precision=high"), None, 7)
+    attention = MeasuredAttention.of(trained.config.attention)
+    assert "float32_matmul_precision" not in trained.facts(attention)
+    on_gpu = replace(trained, model=OnGPU())
+    try:
+        on_gpu.to(torch.device("cuda"), "fp32")
+        row = on_gpu.facts(attention)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert row["float32_matmul_precision"] == "high"
+    assert value_of(trained.facts(attention), "float32_matmul_precision") == "highest"
 
 
 def given(folder, home, *more):

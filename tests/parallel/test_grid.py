@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from threading import Barrier
 
 import pytest
+import torch
 
 from megatron.errors import UserError
 from megatron.parallel import grid, threads
-from megatron.parallel.grid import Grid, here, learn_place
+from megatron.parallel.grid import Grid, here, learn_place, set_matmul_precision
 from tests.support import ROOT, unlaunched
 from tests.training.conftest import tiny
 
@@ -34,6 +35,17 @@ def fault_of(act) -> str:
 BATCH = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "MASTER_ADDR": "node1"}
 STEP = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}
 OPEN_MPI = {"RANK": "3", "SIZE": "7", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
+
+
+def test_only_a_gpus_float32_model_is_multiplied_less_exactly():
+    """torch's medium would be bf16 on the CPU, and a bf16 model's tables are float32."""
+    cases = {("fp32", "cuda"): "medium", ("fp32", "cpu"): "highest", ("bf16", "cuda"): "highest"}
+    try:
+        for (dtype, device), expected in cases.items():
+            set_matmul_precision("medium", dtype, torch.device(device))
+            assert torch.get_float32_matmul_precision() == expected
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,13 @@ def test_the_papers_run_by_hand_and_what_the_page_shows(capsys, monkeypatch):
     hours = flops / 989e12 / 0.4 / 3600
     eight = ["train_batch_size=256", "--brief", "--gpu", "h100", "--mfu", "0.4"]
     printed = explained(capsys, BASE, *eight)
-    match = re.search(r"h100 +([\d.]+) hours \(([\d.]+) hours on 8\); ", printed)
+    pattern = r"h100 +([\d.]+) hours \(([\d.]+) hours on 8\) to train, ([\d.]+) minutes to evaluate"
+    match = re.search(pattern, printed)
     assert match is not None
+    # The file asks for TF32, of which an H100 has half of bf16's speed.
+    far = sum(2 * matrices + 4 * 12 * 768 * length / 2 for length in config.evaluation.eval_lengths)
+    minutes = 327_680 * far / 494e12 / 0.4 / 60
+    assert float(match[3]) == pytest.approx(minutes, rel=2e-2)
     assert float(match[1]) == pytest.approx(8 * hours, rel=1e-2)
     assert float(match[2]) == pytest.approx(hours, rel=1e-2)
 

@@ -112,7 +112,9 @@ def test_utilisation_is_the_share_of_a_known_peak_of_exactly_this_device():
     assert numbers == pytest.approx({"model_tflops_per_second": 124.8, "mfu": 0.4})
     peaks = [
         ("NVIDIA A100 80GB PCIe", "fp32", 19.5),
+        ("NVIDIA A100-SXM4-80GB", "tf32", 156),
         ("Tesla V100-SXM2-32GB", "bf16", None),
+        ("Tesla V100-SXM2-32GB", "tf32", 15.7),  # which has none and computes in float32
         ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "bf16", None),
     ]
     for name, precision, peak in peaks:
