@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron.attention.terms import Terms
 from megatron.attention.triton_passes import Call, backward_pass, empty_by_length, forward_pass
 
+INSTALLED = importlib.util.find_spec("triton") is not None  # a search that torch 2.9 cannot compile
 LARGEST_HEAD = 128
 MOST_PROGRAMS = 65535  # along the second dimension of CUDA's grid
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -37,7 +38,7 @@ def triton_attention(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Ten
 
 def refusal(q: Tensor, terms: Terms) -> str | None:
     """Why these inputs are not for Triton, in one sentence, or None."""
-    if importlib.util.find_spec("triton") is None:
+    if not INSTALLED:
         return "the package triton is not installed"
     interpreted = q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     if q.device.type != "cuda" and not interpreted:
