@@ -161,7 +161,7 @@ def blocks_of_mask(
         order = blocks.int().argsort(dim=-1, descending=True, stable=True)
         lists += [blocks.sum(-1).int()[:, None], order.int()[:, None]]
     lengths = (queries, keys)
-    return BlockMask.from_kv_blocks(*lists, BLOCK, mask_mod=visible, seq_lengths=lengths)
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=lengths)
 
 
 @cache

@@ -387,7 +387,7 @@ class Training(Section):
     """Recompute activations in the backward pass: less memory, more time."""
     deterministic: bool = False
     """A repeated run on the same hardware has the same losses, bit for bit. Slower on CUDA."""
-    torch_compile: bool | Literal["auto"] = "auto"
+    torch_compile: Literal["auto", True, False] = "auto"
     """Compile every layer, and the loss, with torch.compile. Needs a compiler and a minute; no gain
     on a CPU. auto: on CUDA, unless no compiler works (one warning) or it cannot be compiled (ZeRO
     stage 3, context_parallel_size, seq_length_schedule)."""
