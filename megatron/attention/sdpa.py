@@ -11,7 +11,7 @@ passes, so tiles are as large as a core's cache.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -57,16 +57,12 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor 
     is_masked = terms.segments is not None or terms.chunk is not None
     fused = frozen and terms.weight is None and not is_masked and not added
     fused = fused and not terms.needs_lse and q.dtype in (torch.float16, torch.bfloat16)
-    apply = Tiled.apply
-    if torch.compiler.is_compiling():
-        # Its loops depend on numbers and lengths, and would be written out: one break is cheaper.
-        fused, apply = False, cast(Any, torch.compiler.disable)(apply)
     # Only autograd finds the parameters of an index bias.
     if terms.index_bias is not None or fused:
         return tiles(q, k, v, terms, None)
     function, tensors = terms.scores or (None, ())
     rest = replace(terms.with_tensors(), scores=None)
-    out, lse = apply(rest, function, q, k, v, *terms.tensors, *tensors)
+    out, lse = Tiled.apply(rest, function, q, k, v, *terms.tensors, *tensors)
     return out, lse
 
 
