@@ -368,6 +368,7 @@ def test_the_commands_of_the_guide_run_and_write_a_card(tmp_path, monkeypatch):
         "license: unknown",
         "| step | 5 |",
         "| training length | 32 to 16 to 64 tokens |",
+        "| stages: tokens of a window, last step | [[32, 2], [16, 9]] |",
         "| origin | tiny (gpt-neox) |",
         "| parent | rotary step 7, config aa11, weights bb22 |",
         note,
