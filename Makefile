@@ -103,7 +103,7 @@ endif
 	$(call check,60,steps,$(BENCH) nanogpt $(FIRST_HALF) $(SECOND_HALF) --length $(LONG))
 	$(call train,kerple_log,profile=true)
 	$(call evaluate,kerple_log)
-	$(call evaluate,kerple_log,_float32,float32_matmul_precision=highest)
+	$(call evaluate,kerple_log,_tf32,float32_matmul_precision=high)
 	$(call train,rotary)
 	$(call evaluate,rotary)
 	$(call check,15,table,tools/compare.py $(OUT)/kerple_log.jsonl $(OUT)/rotary.jsonl --against rotary --output $(OUT)/table.md)
