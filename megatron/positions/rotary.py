@@ -6,11 +6,11 @@ Feature pairs are laid out as in GPT-NeoX: feature j turns with feature j + dim/
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron.errors import UserError
 from megatron.positions.base import Fork, Pair, Shape, Turning
@@ -24,9 +24,6 @@ from megatron.positions.registry import (
     register,
     whole,
 )
-
-CACHED_NUMBERS = 2**16
-"""Numbers of queries and keys that a core turns at once: 256 KiB, which its cache holds."""
 
 
 @register("rotary", aliases=("rope",))
@@ -66,7 +63,7 @@ class Rotary(Turning):
         described = f"rotary_pct: {rotary_pct} of head_dim = {shape.head_dim}"
         self.dim = even(int(shape.head_dim * rotary_pct), described)
         self.base = positive("base", base, least=LEAST_BASE)
-        self.interleaved = interleaved
+        self.turn = partial(rotate, interleaved=interleaved)
         self.stretched_by = scaling_of(type(self)) if isinstance(self, Stretched) else None
         self.scaling: dict[str, Any] = {}  # of `use_scaling`
         self.is_short = False
@@ -145,29 +142,24 @@ class Rotary(Turning):
         if stretch != 1:
             base = self.base * stretch ** (self.dim / (self.dim - 2))
             frequencies = self.turning(self.frequencies(base)).to(self.inv_freq)
-        table = self.once(self._table, query, frequencies, self.amplitude, self.paper_precision)
-        if key is query:
-            turned_q, turned_k = turn(table, q, k, interleaved=self.interleaved)
-        else:
-            key_table = self._table(key, frequencies, self.amplitude, self.paper_precision)
-            (turned_q,) = turn(table, q, interleaved=self.interleaved)
-            (turned_k,) = turn(key_table, k, interleaved=self.interleaved)
-        return turned_q, turned_k
+        cos, sin = self._cos_sin(query, frequencies)
+        turned_q = self.turn(q, cos, sin)
+        if key is not query:
+            cos, sin = self._cos_sin(key, frequencies)
+        return turned_q, self.turn(k, cos, sin)
 
-    def _table(
-        self, position: Tensor, frequencies: Tensor, amplitude: float, paper_precision: bool
-    ) -> Tensor:
-        """What `turn` reads: […, length], [dim / 2] -> [2, …, length, dim] float32.
+    def _cos_sin(self, position: Tensor, frequencies: Tensor) -> Pair:
+        """[…, length], [dim / 2] -> […, length, dim / 2] each, float32.
 
         The forks' engine rounds the frequencies, and they make positions and angles of the same
         dtype. MEP's YaRN has its angles before the engine comes.
         """
-        if paper_precision and not self.is_scaled:
+        if self.paper_precision and not self.is_scaled:
             angle = (self.rounded(position)[..., None] * self.rounded(frequencies)).float()
         else:
             angle = position[..., None] * frequencies
-        both = amplitude * torch.stack([angle.cos(), angle.sin()])
-        return for_pairs(self.rounded(both).to(angle.dtype), self.interleaved)
+        cos, sin = self.amplitude * angle.cos(), self.amplitude * angle.sin()
+        return self.rounded(cos).to(angle.dtype), self.rounded(sin).to(angle.dtype)
 
     @classmethod
     def joined(cls, options: Mapping[str, Any]) -> tuple[type["Rotary"], dict[str, Any]]:
@@ -519,135 +511,32 @@ def falling(options: Mapping[str, float]) -> tuple[float, float]:
     return most, least
 
 
-class Turn(torch.autograd.Function):
-    """Tensors turned by a table's angles; gradients are turned back."""
-
-    @staticmethod
-    def forward(ctx: Any, table: Tensor, interleaved: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(table)
-        ctx.interleaved = interleaved
-        return _turned(tensors, table, interleaved, direction=1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (table,) = ctx.saved_tensors
-        return None, None, *_turned(gradients, table, ctx.interleaved, direction=-1)
-
-
-def _turned(
-    tensors: Sequence[Tensor], table: Tensor, interleaved: bool, direction: int
-) -> tuple[Tensor, ...]:
-    """`turn` without autograd; direction: 1, or -1 to turn back."""
-    like, heads = tensors[0], [x.shape[1] for x in tensors]
-    length, dim = like.shape[-2], table.shape[-1]
-    turned = like.new_empty(like.shape[0], sum(heads), *like.shape[2:])
-    rows = length
-    if like.device.type == "cpu":  # memory that is new takes longer to fill than to compute
-        rows = max(1, CACHED_NUMBERS // max(1, turned[..., :1, :].numel()))
-    tables = table.expand(*table.shape[:-2], length, dim).split(rows, dim=-2)
-    pieces = zip(*(x.split(rows, dim=-2) for x in tensors), strict=True)
-    for result, (cos, sin), piece in zip(turned.split(rows, dim=-2), tables, pieces, strict=True):
-        x = torch.cat(piece, dim=1)  # a copy, which may be overwritten
-        turning = x[..., :dim]
-        first, second = halves(result[..., :dim], interleaved)
-        if x.dtype.itemsize >= cos.dtype.itemsize:
-            # Not by addcmul, which may round once where a product and a sum round twice.
-            torch.mul(turning, cos, out=result[..., :dim])
-            first_by_sin, second_by_sin = halves(turning.mul_(sin), interleaved)
-            first.sub_(second_by_sin, alpha=direction)
-            second.add_(first_by_sin, alpha=direction)
-        else:
-            first_by_cos, second_by_cos = halves(turning * cos, interleaved)
-            first_of_x, second_of_x = halves(turning, interleaved)
-            sin, _ = halves(sin, interleaved)
-            torch.addcmul(first_by_cos, second_of_x, sin, value=-direction, out=first)
-            torch.addcmul(second_by_cos, first_of_x, sin, value=direction, out=second)
-        if dim < x.shape[-1]:
-            result[..., dim:] = x[..., dim:]
-    return turned.split(heads, dim=1)
-
-
-def turn(table: Tensor, *tensors: Tensor, interleaved: bool = False) -> tuple[Tensor, ...]:
-    """`rotate` of tensors at the same positions, at once and in few operations.
-
-    table [2, ..., length, dim]: of `for_pairs`, which gets no gradient;
-    tensors [batch, heads, ..., length, head_dim] -> same
-    """
-    if torch.compiler.is_compiling():  # it makes one pass of the definition
-        cos, sin = halves(table, interleaved)[0]
-        return tuple(rotate(x, cos, sin, interleaved=interleaved) for x in tensors)
-    return Turn.apply(table, interleaved, *tensors)
-
-
-def for_pairs(both: Tensor, interleaved: bool = False) -> Tensor:
-    """Cosines and sines at both features of each pair: [2, ..., dim / 2] -> [2, ..., dim]."""
-    if interleaved:
-        return both.repeat_interleave(2, dim=-1)
-    return torch.cat([both, both], dim=-1)
-
-
-def halves(x: Tensor, interleaved: bool) -> Pair:
-    """The first features of all pairs, and the second: [..., dim] -> [..., dim / 2] each."""
-    if interleaved:
-        first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
-    else:
-        first, second = x.unflatten(-1, (2, -1)).unbind(-2)
-    return first, second
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """Turn the feature pairs (j, j + dim/2) of x: [..., length, head_dim] -> same.
 
     cos, sin [length, dim / 2] are those of the angles; features from dim on stay as they are.
     interleaved: the pairs are (2j, 2j + 1)
     """
-    dim = 2 * cos.shape[-1]
-    turning, rest = x.split([dim, x.shape[-1] - dim], dim=-1)
-    first, second = halves(turning, interleaved)
+    half = cos.shape[-1]
+    still = x.shape[-1] - 2 * half
+    turning, rest = x.split([2 * half, still], dim=-1)
+    pairs, dim = (2, half), -2
+    if interleaved:
+        pairs, dim = (half, 2), -1
+    first, second = turning.unflatten(-1, pairs).unbind(dim)
     turned_first = first * cos - second * sin
     turned_second = second * cos + first * sin
-    turned = torch.stack([turned_first, turned_second], dim=-1 if interleaved else -2)
+    turned = torch.stack([turned_first, turned_second], dim=dim)
     turned = turned.flatten(-2).to(x.dtype)
-    if not rest.shape[-1]:
+    if not still:
         return turned
     return torch.cat([turned, rest], dim=-1)
 
 
 def rotate_both(q: Tensor, k: Tensor, angle: Tensor) -> Pair:
     """Queries and keys turned by the same angles [..., length, dim / 2]: see `rotate`."""
-    if torch.compiler.is_compiling():
-        cos, sin = angle.cos(), angle.sin()
-        return rotate(q, cos, sin), rotate(k, cos, sin)
-    turned_q, turned_k = TurnByAngle.apply(angle, q, k)
-    return turned_q, turned_k
-
-
-class TurnByAngle(torch.autograd.Function):
-    """q and k turned by angles that learn; the gradient of an angle is g·(turned by π/2 more)."""
-
-    @staticmethod
-    def forward(ctx: Any, angle: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        table = for_pairs(torch.stack([angle.cos(), angle.sin()]))
-        # One after the other: angles may have heads.
-        turned = [x for tensor in tensors for x in _turned([tensor], table, False, direction=1)]
-        ctx.save_for_backward(table, *turned)
-        return tuple(turned)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        table, *turned = ctx.saved_tensors
-        shape = (*table.shape[1:-1], table.shape[-1] // 2)
-        angle_gradient = table.new_zeros(())
-        turned_back = []
-        for gradient, x in zip(gradients, turned, strict=True):
-            turned_back += _turned([gradient], table, False, direction=-1)
-            first, second = halves(x.to(table.dtype), False)
-            first_gradient, second_gradient = halves(gradient, False)
-            slope = second_gradient * first - first_gradient * second
-            angle_gradient = angle_gradient + slope.sum_to_size(shape)
-        return angle_gradient, *turned_back
+    cos, sin = angle.cos(), angle.sin()
+    return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
 def even(features: int, described: str) -> int:
