@@ -11,7 +11,14 @@ from megatron.attention.eager import eager
 from megatron.attention.flex import flex as flex
 from megatron.attention.sdpa import sdpa
 from megatron.attention.self_check import check
-from megatron.attention.terms import BlockScores, Content, Terms, check_lengths, with_sink
+from megatron.attention.terms import (
+    BlockScores,
+    Content,
+    Terms,
+    check_lengths,
+    for_each_query_head,
+    with_sink,
+)
 from megatron.attention.triton_kernel import refusal as triton_refusal
 from megatron.attention.triton_kernel import triton_attention
 from megatron.errors import UserError
@@ -129,11 +136,14 @@ def _fits(u: Tensor | None, w: Tensor, q: Tensor, k: Tensor) -> bool:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, backend: str = "auto", *, self_check: bool = True
 ) -> Tensor:
-    """`attention`, with its options as a record."""
+    """`attention`, with its options as a record; k and v may have fewer heads, one for a group."""
     terms = replace(terms, needs_lse=terms.sink is not None)
     name = choose(backend, q, terms, other_width=k.shape != v.shape).backend
     if terms.chunk is not None and 2 * terms.chunk >= k.shape[2]:
         terms = replace(terms, chunk=None)  # it masks nothing
+    group = q.shape[1] // k.shape[1]
+    if name != "sdpa":
+        k, v = for_each_query_head(k, group), for_each_query_head(v, group)
     if self_check and name not in TRUSTED and not torch.compiler.is_compiling():
         check(name, BACKENDS[name], q, k, v, terms=terms)
     out, lse = BACKENDS[name](q, k, v, terms)
