@@ -25,8 +25,8 @@ from megatron.positions.registry import (
     whole,
 )
 
-CACHED_NUMBERS = 2**16
-"""Numbers of queries and keys that a core turns at once: 256 KiB, which its cache holds."""
+CACHED_NUMBERS = 3 * 2**15
+"""Numbers of queries and keys that a core turns at once: 384 KiB, which its cache holds."""
 
 
 @register("rotary", aliases=("rope",))
@@ -154,7 +154,7 @@ class Rotary(Turning):
     def _table(
         self, position: Tensor, frequencies: Tensor, amplitude: float, paper_precision: bool
     ) -> Tensor:
-        """What `turn` reads: […, length], [dim / 2] -> […, length, 2, dim] float32.
+        """What `turn` reads: […, length], [dim / 2] -> [2, …, length, dim] float32.
 
         The forks' engine rounds the frequencies, and they make positions and angles of the same
         dtype. MEP's YaRN has its angles before the engine comes.
@@ -530,41 +530,50 @@ def _turned(
     tensors: Sequence[Tensor], table: Tensor, interleaved: bool, back: bool = False
 ) -> tuple[Tensor, ...]:
     """`turn` without autograd: rounded once, to the dtype of the tensors."""
-    x, dim = torch.cat(tensors, dim=1), table.shape[-1]
-    turned = torch.empty_like(x)
-    if dim < x.shape[-1]:
-        turned[..., dim:] = x[..., dim:]
-    for_first, for_second = (torch.add, torch.sub) if back else (torch.sub, torch.add)
-    rows = x.shape[-2]
-    if x.device.type == "cpu":
-        rows = 1 + CACHED_NUMBERS * rows // (1 + x.numel())
-    blocks = x.split(rows, dim=-2), turned.split(rows, dim=-2), table.split(rows, dim=-3)
-    for block, result, both in zip(*blocks, strict=True):
-        by_cos, by_sin = (block[..., None, :dim] * both).unbind(-2)
-        first, second = halves(result[..., :dim], interleaved)
-        first_by_cos, second_by_cos = halves(by_cos, interleaved)
-        first_by_sin, second_by_sin = halves(by_sin, interleaved)
-        # Not by addcmul, which may round once where a product and a sum round twice.
-        for_first(first_by_cos, second_by_sin, out=first)
-        for_second(second_by_cos, first_by_sin, out=second)
-    return turned.split([tensor.shape[1] for tensor in tensors], dim=1)
+    like, heads = tensors[0], [x.shape[1] for x in tensors]
+    dim, direction = table.shape[-1], -1 if back else 1
+    turned = like.new_empty(like.shape[0], sum(heads), *like.shape[2:])
+    rows = like.shape[-2]
+    if like.device.type == "cpu":
+        rows = 1 + CACHED_NUMBERS * rows // (1 + turned.numel())
+    pieces = zip(*(x.split(rows, dim=-2) for x in tensors), strict=True)
+    blocks = turned.split(rows, dim=-2), table.split(rows, dim=-2)
+    for piece, result, (cos, sin) in zip(pieces, *blocks, strict=True):
+        x = torch.cat(piece, dim=1)  # a copy, which may be overwritten
+        turning, result_turned = x[..., :dim], result[..., :dim]
+        first, second = halves(result_turned, interleaved)
+        if x.dtype.itemsize >= cos.dtype.itemsize:
+            # Not by addcmul, which may round once where a product and a sum round twice.
+            torch.mul(turning, cos, out=result_turned)
+            first_by_sin, second_by_sin = halves(turning.mul_(sin), interleaved)
+            first.sub_(second_by_sin, alpha=direction)
+            second.add_(first_by_sin, alpha=direction)
+        else:
+            first_by_cos, second_by_cos = halves(turning * cos, interleaved)
+            first_of_x, second_of_x = halves(turning, interleaved)
+            sin, _ = halves(sin, interleaved)
+            torch.addcmul(first_by_cos, second_of_x, sin, value=-direction, out=first)
+            torch.addcmul(second_by_cos, first_of_x, sin, value=direction, out=second)
+        if dim < x.shape[-1]:
+            result[..., dim:] = x[..., dim:]
+    return turned.split(heads, dim=1)
 
 
 def turn(table: Tensor, *tensors: Tensor, interleaved: bool = False) -> tuple[Tensor, ...]:
     """`rotate` of tensors at the same positions, at once and in few operations.
 
-    table [..., length, 2, dim]: of `for_pairs`, which gets no gradient;
+    table [2, ..., length, dim]: of `for_pairs`, which gets no gradient;
     tensors [batch, heads, length, head_dim] -> same
     """
     if torch.compiler.is_compiling():  # it makes one pass of the definition
         both, _ = halves(table, interleaved)
-        return tuple(rotate(x, *both.unbind(-2), interleaved=interleaved) for x in tensors)
+        return tuple(rotate(x, *both, interleaved=interleaved) for x in tensors)
     return Turn.apply(table, interleaved, *tensors)
 
 
 def for_pairs(cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Both at each feature of the pairs: [..., dim / 2] each -> [..., 2, dim]."""
-    both = torch.stack([cos, sin], dim=-2)
+    """Both at each feature of the pairs: [..., dim / 2] each -> [2, ..., dim]."""
+    both = torch.stack([cos, sin])
     return both.repeat_interleave(2, -1) if interleaved else torch.cat([both, both], -1)
 
 

@@ -70,7 +70,7 @@ class XPos(Turning):
         return turned_q, turned_k
 
     def _tables(self, position: Tensor) -> Pair:
-        """What `turn` reads for queries and for keys: [length] -> [length, 2, head_dim] each."""
+        """What `turn` reads for queries and for keys: [length] -> [2, length, head_dim] each."""
         angle = position[:, None] * self.inv_freq
         cos, sin = angle.cos(), angle.sin()
         scale = 1 if self.xi is not None else self._scale(position)
