@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.attention.terms import for_each_query_head
 from megatron.errors import UserError
 from megatron.hybrids.options import chosen_options
 from megatron.layer_kinds import Layer, register_layer
-from megatron.model.block import LayerInputs, for_each_query_head
+from megatron.model.block import LayerInputs
 from megatron.model.gpt import prepare
 from megatron.model.settings import Architecture, ResidualOutput
 from megatron.positions import Position, Shape, build

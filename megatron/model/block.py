@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.attention import attend
-from megatron.attention.terms import Content, Terms
+from megatron.attention.terms import Content, Terms, for_each_query_head
 from megatron.layer_kinds import ATTENTION, Layer, layer_called, register_layer
 from megatron.model.cache import LayerCache
 from megatron.model.documents import Documents, by_document
@@ -120,11 +120,6 @@ def normalisation(features: int, model: Architecture) -> nn.Module:
     return nn.LayerNorm(features, epsilon, learned, bias=model.use_bias_in_norms)
 
 
-def for_each_query_head(x: Tensor, group: int) -> Tensor:
-    """Repeat each head for its group: [batch, key heads, keys, head_dim] -> [batch, heads, …]."""
-    return x if group == 1 else x.repeat_interleave(group, dim=1)
-
-
 def attend_with_encoding(
     q: Tensor,
     k: Tensor,
@@ -200,10 +195,11 @@ def attend_encoded(
         q, terms, unread = q[:, :, later], terms.part(later, all_keys), 0
         query_scale = None if query_scale is None else query_scale[..., later]
     if method is None:
-        group = q.shape[1] // k.shape[1]
-        k = for_each_query_head(k, group)
-        v = for_each_query_head(v, group)
-        run = attend if inputs.context is None else inputs.context.attend
+        run = attend
+        if inputs.context is not None:
+            run = inputs.context.attend
+            group = q.shape[1] // k.shape[1]
+            k, v = for_each_query_head(k, group), for_each_query_head(v, group)
         out = run(q, k, v, terms, inputs.backend, self_check=inputs.self_check)
     else:
         assert inputs.context is None  # evaluation refuses it

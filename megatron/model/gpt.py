@@ -90,6 +90,8 @@ def attention_inputs(
     for plan in dict.fromkeys(plans):
         position, method = plan.position, plan.method
         if position not in tables:
+            for encoding in (position, *position.inside):
+                encoding.made.clear()  # each pass makes its cosines, once for all layers
             columns = length if method is None else method.table_length(length)
             tables[position] = (
                 settings.table(position.distance_bias(columns)),

@@ -105,6 +105,7 @@ class Position(Float32Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
+        self.made: dict[tuple[Any, ...], Any] = {}  # by `once`
 
     @classmethod
     def joined(cls, options: Mapping[str, Any]) -> tuple[type["Position"], dict[str, Any]]:
@@ -368,6 +369,22 @@ class Position(Float32Module):
             return start + self.distances(length)
         return self.drawn[start : start + length].to(self.origin.dtype)
 
+    def once(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        """`function(*inputs)`, made once in a pass: layers share positions and cosines.
+
+        Inputs that are tensors must be the same objects. Nothing of it learns.
+        """
+        if torch.compiler.is_compiling():
+            return function(*inputs)
+        # Autograd refuses what was made in inference mode. `origin` changes with device and dtype.
+        mode = torch.is_inference_mode_enabled()
+        key = (function.__name__, mode, self.drawn, self.origin, *inputs)
+        if key not in self.made:
+            if len(self.made) > 1:  # positions and cosines of another place
+                self.made.clear()
+            self.made[key] = function(*inputs)
+        return self.made[key]
+
     def table(self, kernel: Callable[[Tensor], Tensor], length: int) -> Tensor:
         """`kernel` of the distances 0 … length - 1, outside autocast: [heads, length] float32.
 
@@ -443,7 +460,7 @@ class Turning(Position):
     """An encoding that turns queries and keys: a family writes `on_queries_keys_at` only."""
 
     def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> Pair:
-        position = self.indices(start, q.shape[-2])
+        position = self.once(self.indices, start, q.shape[-2])
         return self.on_queries_keys_at(q, k, position, position, start=start)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron.positions.base import Pair
 from megatron.positions.registry import register
-from megatron.positions.rotary import Rotary
+from megatron.positions.rotary import Rotary, rotate
 
 
 @register("rope_pp")
@@ -34,5 +34,5 @@ class RopePP(Rotary):
         real, imaginary = q.unflatten(1, (-1, 2)).unbind(2)
         cos = torch.zeros_like(self.inv_freq)
         sin = cos - 1  # of -π/2
-        imaginary = self.turn(imaginary, cos, sin)
+        imaginary = rotate(imaginary, cos, sin, interleaved=self.interleaved)
         return torch.stack([real, imaginary], dim=2).flatten(1, 2), k

@@ -6,11 +6,11 @@ Feature pairs are laid out as in GPT-NeoX: feature j turns with feature j + dim/
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron.errors import UserError
 from megatron.positions.base import Fork, Pair, Shape, Turning
@@ -24,6 +24,9 @@ from megatron.positions.registry import (
     register,
     whole,
 )
+
+CACHED_NUMBERS = 3 * 2**15
+"""Numbers of queries and keys that a core turns at once: 384 KiB, which its cache holds."""
 
 
 @register("rotary", aliases=("rope",))
@@ -63,7 +66,7 @@ class Rotary(Turning):
         described = f"rotary_pct: {rotary_pct} of head_dim = {shape.head_dim}"
         self.dim = even(int(shape.head_dim * rotary_pct), described)
         self.base = positive("base", base, least=LEAST_BASE)
-        self.turn = partial(rotate, interleaved=interleaved)
+        self.interleaved = interleaved
         self.stretched_by = scaling_of(type(self)) if isinstance(self, Stretched) else None
         self.scaling: dict[str, Any] = {}  # of `use_scaling`
         self.is_short = False
@@ -142,24 +145,29 @@ class Rotary(Turning):
         if stretch != 1:
             base = self.base * stretch ** (self.dim / (self.dim - 2))
             frequencies = self.turning(self.frequencies(base)).to(self.inv_freq)
-        cos, sin = self._cos_sin(query, frequencies)
-        turned_q = self.turn(q, cos, sin)
-        if key is not query:
-            cos, sin = self._cos_sin(key, frequencies)
-        return turned_q, self.turn(k, cos, sin)
+        more = frequencies, self.amplitude, self.paper_precision
+        table = self.once(self._table, query, *more)
+        if key is query:
+            turned_q, turned_k = turn(table, q, k, interleaved=self.interleaved)
+        else:
+            (turned_q,) = turn(table, q, interleaved=self.interleaved)
+            (turned_k,) = turn(self._table(key, *more), k, interleaved=self.interleaved)
+        return turned_q, turned_k
 
-    def _cos_sin(self, position: Tensor, frequencies: Tensor) -> Pair:
-        """[…, length], [dim / 2] -> […, length, dim / 2] each, float32.
+    def _table(
+        self, position: Tensor, frequencies: Tensor, amplitude: float, paper_precision: bool
+    ) -> Tensor:
+        """What `turn` reads: […, length], [dim / 2] -> [2, …, length, dim] float32.
 
         The forks' engine rounds the frequencies, and they make positions and angles of the same
         dtype. MEP's YaRN has its angles before the engine comes.
         """
-        if self.paper_precision and not self.is_scaled:
+        if paper_precision and not self.is_scaled:
             angle = (self.rounded(position)[..., None] * self.rounded(frequencies)).float()
         else:
             angle = position[..., None] * frequencies
-        cos, sin = self.amplitude * angle.cos(), self.amplitude * angle.sin()
-        return self.rounded(cos).to(angle.dtype), self.rounded(sin).to(angle.dtype)
+        both = for_pairs(amplitude * angle.cos(), amplitude * angle.sin(), self.interleaved)
+        return self.rounded(both).to(angle.dtype)
 
     @classmethod
     def joined(cls, options: Mapping[str, Any]) -> tuple[type["Rotary"], dict[str, Any]]:
@@ -511,24 +519,96 @@ def falling(options: Mapping[str, float]) -> tuple[float, float]:
     return most, least
 
 
+class Turn(torch.autograd.Function):
+    """Tensors turned by a table's angles; gradients are turned back."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, interleaved: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(table)
+        ctx.interleaved = interleaved
+        return _turned(tensors, table, interleaved)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (table,) = ctx.saved_tensors
+        return None, None, *_turned(gradients, table, ctx.interleaved, back=True)
+
+
+def _turned(
+    tensors: Sequence[Tensor], table: Tensor, interleaved: bool, back: bool = False
+) -> tuple[Tensor, ...]:
+    """`turn` without autograd: rounded once, to the dtype of the tensors."""
+    like, heads = tensors[0], [x.shape[1] for x in tensors]
+    dim, direction = table.shape[-1], -1 if back else 1
+    turned = like.new_empty(like.shape[0], sum(heads), *like.shape[2:])
+    rows = like.shape[-2]
+    if like.device.type == "cpu":
+        rows = 1 + CACHED_NUMBERS * rows // (1 + turned.numel())
+    pieces = zip(*(x.split(rows, dim=-2) for x in tensors), strict=True)
+    blocks = turned.split(rows, dim=-2), table.split(rows, dim=-2)
+    for piece, result, (cos, sin) in zip(pieces, *blocks, strict=True):
+        x = torch.cat(piece, dim=1)  # a copy, which may be overwritten
+        turning, result_turned = x[..., :dim], result[..., :dim]
+        first, second = halves(result_turned, interleaved)
+        if x.dtype.itemsize >= cos.dtype.itemsize:
+            # Not by addcmul, which may round once where a product and a sum round twice.
+            torch.mul(turning, cos, out=result_turned)
+            first_by_sin, second_by_sin = halves(turning.mul_(sin), interleaved)
+            first.sub_(second_by_sin, alpha=direction)
+            second.add_(first_by_sin, alpha=direction)
+        else:
+            first_by_cos, second_by_cos = halves(turning * cos, interleaved)
+            first_of_x, second_of_x = halves(turning, interleaved)
+            sin, _ = halves(sin, interleaved)
+            torch.addcmul(first_by_cos, second_of_x, sin, value=-direction, out=first)
+            torch.addcmul(second_by_cos, first_of_x, sin, value=direction, out=second)
+        if dim < x.shape[-1]:
+            result[..., dim:] = x[..., dim:]
+    return turned.split(heads, dim=1)
+
+
+def turn(table: Tensor, *tensors: Tensor, interleaved: bool = False) -> tuple[Tensor, ...]:
+    """`rotate` of tensors at the same positions, at once and in few operations.
+
+    table [2, ..., length, dim]: of `for_pairs`, which gets no gradient;
+    tensors [batch, heads, length, head_dim] -> same
+    """
+    if torch.compiler.is_compiling():  # it makes one pass of the definition
+        both, _ = halves(table, interleaved)
+        return tuple(rotate(x, *both, interleaved=interleaved) for x in tensors)
+    return Turn.apply(table, interleaved, *tensors)
+
+
+def for_pairs(cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Both at each feature of the pairs: [..., dim / 2] each -> [2, ..., dim]."""
+    both = torch.stack([cos, sin])
+    return both.repeat_interleave(2, -1) if interleaved else torch.cat([both, both], -1)
+
+
+def halves(x: Tensor, interleaved: bool) -> Pair:
+    """The first features of all pairs, and the second: [..., dim] -> [..., dim / 2] each."""
+    if interleaved:
+        first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+    else:
+        first, second = x.unflatten(-1, (2, -1)).unbind(-2)
+    return first, second
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """Turn the feature pairs (j, j + dim/2) of x: [..., length, head_dim] -> same.
 
     cos, sin [length, dim / 2] are those of the angles; features from dim on stay as they are.
     interleaved: the pairs are (2j, 2j + 1)
     """
-    half = cos.shape[-1]
-    still = x.shape[-1] - 2 * half
-    turning, rest = x.split([2 * half, still], dim=-1)
-    pairs, dim = (2, half), -2
-    if interleaved:
-        pairs, dim = (half, 2), -1
-    first, second = turning.unflatten(-1, pairs).unbind(dim)
+    dim = 2 * cos.shape[-1]
+    turning, rest = x.split([dim, x.shape[-1] - dim], dim=-1)
+    first, second = halves(turning, interleaved)
     turned_first = first * cos - second * sin
     turned_second = second * cos + first * sin
-    turned = torch.stack([turned_first, turned_second], dim=dim)
+    turned = torch.stack([turned_first, turned_second], dim=-1 if interleaved else -2)
     turned = turned.flatten(-2).to(x.dtype)
-    if not still:
+    if not rest.shape[-1]:
         return turned
     return torch.cat([turned, rest], dim=-1)
 

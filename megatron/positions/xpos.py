@@ -10,7 +10,7 @@ from megatron.errors import UserError
 from megatron.positions.base import Pair, Shape, Turning
 from megatron.positions.frequencies import inverse_frequencies
 from megatron.positions.registry import positive, register
-from megatron.positions.rotary import even, rotate
+from megatron.positions.rotary import even, for_pairs, turn
 
 ROOM = 64  # a scaled feature may be this much larger than its scale before it overflows
 
@@ -62,20 +62,20 @@ class XPos(Turning):
         Raises UserError if the scale of a far key would overflow: beyond about 3000 tokens in fp16,
         and 34000 in bf16 and fp32.
         """
-        cos_q, sin_q = self._cos_sin(query)
-        cos_k, sin_k = (cos_q, sin_q) if key is query else self._cos_sin(key)
-        if self.xi is not None:
-            return rotate(q, cos_q, sin_q), rotate(k, cos_k, sin_k)
-        self._check_length(start + q.shape[-2], q.dtype)
-        scale_q = self._scale(query)
-        scale_k = scale_q if key is query else self._scale(key)
-        turned_q = rotate(q, cos_q * scale_q, sin_q * scale_q)
-        return turned_q, rotate(k, cos_k / scale_k, sin_k / scale_k)
+        if self.xi is None:
+            self._check_length(start + q.shape[-2], q.dtype)
+        query_table, key_table = self.once(self._tables, query)
+        if key is not query:
+            _, key_table = self._tables(key)
+        (turned_q,), (turned_k,) = turn(query_table, q), turn(key_table, k)
+        return turned_q, turned_k
 
-    def _cos_sin(self, position: Tensor) -> Pair:
-        """[length] -> [length, head_dim / 2] each."""
+    def _tables(self, position: Tensor) -> Pair:
+        """What `turn` reads for queries and for keys: [length] -> [2, length, head_dim] each."""
         angle = position[:, None] * self.inv_freq
-        return angle.cos(), angle.sin()
+        cos, sin = angle.cos(), angle.sin()
+        scale = 1 if self.xi is not None else self._scale(position)
+        return for_pairs(cos * scale, sin * scale), for_pairs(cos / scale, sin / scale)
 
     def _scale(self, position: Tensor) -> Tensor:
         """[length] -> [length, head_dim / 2]."""
