@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import save as serialized
 from torch import Tensor
 from torch.profiler import profile
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 from megatron.checkpoints.manifest import WEIGHTS
 from megatron.checkpoints.saved import remove_unfinished, with_parent
@@ -83,6 +82,7 @@ def train(config: Config, grid: Grid) -> Path | None:
             return saved
         run = Run(config, grid, parts, facts, start)
         trainer, losses, stop = run.trainer, run.losses, run.stop
+        from tqdm.contrib.logging import logging_redirect_tqdm  # of the extra `train`
 
         with contextlib.closing(run.log), logging_redirect_tqdm(), stop:
             if start.before is None and checkpoint.is_saved(0, config.checkpoint):

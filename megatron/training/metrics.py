@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import yaml
 from torch import Tensor
-from tqdm import tqdm
 
 from megatron.config import Config
 from megatron.config.schema import Logging, Model
@@ -242,6 +241,8 @@ class TrainingLog(Metrics):
         record: Mapping[str, Any],
         facts: Mapping[str, Any],
     ) -> None:
+        from tqdm import tqdm  # of the extra `train`, as the engine
+
         settings = config.logging
         super().__init__(
             folder if grid.first else None,
