@@ -145,8 +145,9 @@ def local_folder(source: str | Path) -> Path:
         )
     except (ImportError, OSError, ValueError, RuntimeError) as fault:
         reason = missing_package(fault) or in_words(fault)
+        at = f" --revision {revision}" if revision else ""
         raise UserError(
             f"{folder}: is not a folder here, and cannot be downloaded ({reason}) - check"
-            f" the name, your rights and the network; or run `hf download {name} --local-dir"
+            f" the name, your rights and the network; or run `hf download {name}{at} --local-dir"
             f" {folder.name}` elsewhere, copy that folder here and give its path"
         ) from None

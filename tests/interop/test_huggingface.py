@@ -42,7 +42,8 @@ from tests.interop.models import (
     spread,
     words_tokenizer,
 )
-from tests.support import ROOT, blocks, call
+from tests.servers import served
+from tests.support import ROOT, blocks, call, run
 
 SAME_OTHERWISE = ("n_inner", "hidden_act", "rope_parameters", "pretraining_tp", "max_window_layers")
 """Keys that may be spelled in more than one way; `settings_of` must read them alike."""
@@ -366,6 +367,33 @@ def test_a_name_of_the_hub_is_downloaded_without_code(folder, tmp_path, monkeypa
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # as after `pip install .`
     with pytest.raises(UserError, match=r"someone/tiny: is not a folder here, and .* pip install"):
         open_model("someone/tiny")
+
+
+HUB = """
+import sys
+from megatron.interop import open_model
+from megatron.interop.importing import import_if_foreign
+model, config = open_model(sys.argv[1])
+print(model.vocab, import_if_foreign(sys.argv[1]).name)
+"""
+
+
+def test_a_revision_of_the_hub_lies_in_its_cache_as_links(folder, tmp_path):
+    files = {path.name: path.read_bytes() for path in folder("pythia").iterdir()}
+    with served() as hub:
+        hub.show_model("someone/tiny", files | {"code.py": b"1 / 0"}, "step3000")
+        names = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home")}
+        names |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "no_proxy": "127.0.0.1"}
+        names |= {"PYTHONPATH": str(ROOT)}
+        done = run("-c", HUB, "someone/tiny@step3000", cwd=tmp_path, env=names)
+        assert done.stdout.startswith(f"{VOCAB} tiny@step3000-"), done.stderr
+        without = run("-c", HUB, "someone/tiny@step1", cwd=tmp_path, env=names)
+        assert "hf download someone/tiny --revision step1 --local-dir tiny@step1" in without.stderr
+    snapshots = tmp_path / "home/hub/models--someone--tiny/snapshots"
+    [snapshot] = snapshots.iterdir()
+    assert (snapshot / "config.json").is_symlink()
+    assert not (snapshot / "code.py").exists()
+    assert open_model(snapshot)[0].vocab == VOCAB
 
 
 def test_a_relative_of_rotary_is_written_as_a_scaling():
