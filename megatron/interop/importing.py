@@ -151,8 +151,8 @@ def import_if_foreign(source: str | Path) -> Path:
     folder = local_folder(source)
     kind = kind_of(folder)
     # An encoding of the user's own is imported by the tool alone, whose --from names its file.
-    configured = ("huggingface", "exported", trainers.NANOGPT, trainers.LITGPT)
-    if kind not in configured or (folder / COPY).exists():
+    with_settings = ("huggingface", "exported", trainers.NANOGPT, trainers.LITGPT)
+    if kind not in with_settings or (folder / COPY).exists():
         return path
     digest = fingerprint(json.dumps(sums_of(kind, folder), sort_keys=True))[:12]
     # Of a model of the hub, the folder is called by its revision.

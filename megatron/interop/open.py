@@ -108,10 +108,10 @@ def kind_of(folder: Path) -> str | None:
         return "exported" if (folder / SETTINGS).is_file() else "huggingface"
     if (folder / RECORD).exists() or any(folder.glob(f"global_step*/{RECORD}")):
         return "ours"
-    if reference.holds_files(folder):
+    if reference.files_of(folder):
         return "gpt-neox"
-    is_huggingface = (folder / huggingface.SETTINGS).is_file()  # litgpt has it beside its own file
-    return trainers.kind_of(folder) or ("huggingface" if is_huggingface else None)
+    other = "huggingface" if (folder / huggingface.SETTINGS).is_file() else None
+    return trainers.kind_of(folder) or other  # litgpt, too, has a config.json beside its own file
 
 
 def has_sums(folder: Path) -> bool:
@@ -145,9 +145,9 @@ def local_folder(source: str | Path) -> Path:
         )
     except (ImportError, OSError, ValueError, RuntimeError) as fault:
         reason = missing_package(fault) or in_words(fault)
-        at = f" --revision {revision}" if revision else ""
         raise UserError(
             f"{folder}: is not a folder here, and cannot be downloaded ({reason}) - check"
-            f" the name, your rights and the network; or run `hf download {name}{at} --local-dir"
-            f" {folder.name}` elsewhere, copy that folder here and give its path"
+            f" the name, your rights and the network; or run `hf download {name} --revision"
+            f" {revision or 'main'} --local-dir {folder.name}` elsewhere, copy that folder here and"
+            " give its path"
         ) from None

@@ -67,11 +67,6 @@ SAME = 2**-6  # relative; ranks keep copies of norms in bf16, and these may drif
 ROUNDING = 2**-8  # the forks keep fixed tensors in bf16
 
 
-def holds_files(folder: Path) -> bool:
-    """Whether a folder is a checkpoint of GPT-NeoX."""
-    return bool(files_of(folder))
-
-
 def files_of(folder: Path) -> list[Path]:
     """The files of a checkpoint's weights: those of single layers, else those of ranks."""
     return sorted(folder.glob(FILES)) or sorted(folder.glob(RANKS))

@@ -24,7 +24,7 @@ from megatron.interop.reference import WRAPPERS, plain_content
 from megatron.model import GPT, Architecture, from_config
 
 TRAINERS: dict[str, dict[str, str]] = TABLE["trainers"]
-NANOGPT, LITGPT, DISTRIBUTED = TRAINERS
+NANOGPT, LITGPT, DISTRIBUTED, _ = TRAINERS
 FAMILIES = [Family(name, **table) for name, table in TABLE["families_of_trainers"].items()]
 SETTINGS = "model_config.yaml"  # of litgpt
 LONGEST = 1_000_000  # bytes of it
@@ -32,23 +32,14 @@ LONGEST = 1_000_000  # bytes of it
 
 def folder_of(source: Path) -> Path:
     """The folder of a checkpoint that is given by its file."""
-    names = [trainer["file"] for trainer in TRAINERS.values()]
-    return source.parent if source.name in names and source.is_file() else source
+    is_known = any(source.match(trainer["file"]) for trainer in TRAINERS.values())
+    return source.parent if is_known and source.is_file() else source
 
 
 def kind_of(folder: Path) -> str | None:
     """The trainer whose checkpoint a folder holds, or None."""
-    if any(folder.glob("model_*.pt")):
-        raise UserError(
-            f"{folder}: is a checkpoint of nanochat, whose model has value embeddings, smeared"
-            " tokens, scales of the residual and a soft cap of logits, which ours does not compute"
-            " - measure it with nanochat's scripts/base_eval.py, or use an encoding of ours in its"
-            " attention (docs/other_trainers.md)"
-        )
-    for kind, trainer in TRAINERS.items():
-        if (folder / trainer["file"]).is_file():
-            return kind
-    return None
+    kinds = (kind for kind, trainer in TRAINERS.items() if any(folder.glob(trainer["file"])))
+    return next(kinds, None)
 
 
 def open_folder(folder: Path, kind: str, config: Config | None) -> tuple[GPT, Config, int]:
@@ -58,12 +49,10 @@ def open_folder(folder: Path, kind: str, config: Config | None) -> tuple[GPT, Co
         (Llama's norms, activation and biases) is set here
     Raises UserError, which says how the trainer's tool converts it, for a model that is not ours.
     """
-    file = folder / TRAINERS[kind]["file"]
-    content = {} if kind == DISTRIBUTED else plain_content(file)
+    [file, *_] = sorted(folder.glob(TRAINERS[kind]["file"]))
     try:
-        settings, weights = content.get("model_args", {}), content.get("model", content)
-        if kind == DISTRIBUTED:
-            weights = distributed_tensors(folder)
+        content = distributed_tensors(folder) if kind == DISTRIBUTED else plain_content(file)
+        weights, settings = content.get("model", content), content.get("model_args", {})
         if kind == LITGPT:
             settings = strict_yaml.parse(read_small(folder / SETTINGS, LONGEST).decode())
         weights = {WRAPPERS.sub("", name): tensor for name, tensor in weights.items()}
@@ -84,13 +73,13 @@ def model_of(
     """The model with such weights, by the family that has their names."""
     families = [family for family in FAMILIES if weights.keys() >= {*family.names}]
     if not families:
-        raise UserError("no model of it has such names of weights")
+        raise UserError("its names of weights are those of another model")
     [family] = families
     rows = weights[family.names[0]]
     if kind != DISTRIBUTED:
-        unknown = [key for key in settings.keys() - family.known_keys if settings[key]]
+        unknown = {key for key in settings if settings[key]} - family.known_keys
         if unknown:
-            raise UserError(f"{', '.join(sorted(unknown)[:8])}: not known")
+            raise UserError(f"{sorted(unknown)}: not known")
         config = family.configuration({**settings, "vocab_size": len(rows)})
     elif config is None:
         raise UserError("it has no configuration with it")
@@ -110,7 +99,7 @@ def model_of(
     for _, modules, _ in family.places(architecture):
         left_over -= {module + ending for module in modules for ending in ENDINGS}
     if left_over:
-        raise ValueError(f"{', '.join(sorted(left_over)[:8])} left over")
+        raise ValueError(f"left over: {sorted(left_over)}")
     return model.eval(), config
 
 
@@ -123,7 +112,7 @@ class Descriptions(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def distributed_tensors(folder: Path) -> dict[str, Tensor]:
+def distributed_tensors(folder: Path) -> dict[str, Any]:
     """The model's tensors in a folder of torch.distributed.checkpoint, joined over ranks."""
     # Only here: importing it takes a second.
     from torch.distributed.checkpoint import CheckpointException, FileSystemReader, load
@@ -143,6 +132,4 @@ def distributed_tensors(folder: Path) -> dict[str, Tensor]:
     except CheckpointException as fault:
         [(reason, _)] = fault.failures.values()
         raise ValueError(repr(reason)) from None
-    # Older torchtitan, and flame, have all of the model below one key.
-    is_inside = all(name.startswith("model.") for name in tensors)
-    return {name.removeprefix("model.") if is_inside else name: tensors[name] for name in tensors}
+    return tensors
