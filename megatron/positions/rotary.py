@@ -16,6 +16,7 @@ from megatron.errors import UserError
 from megatron.positions.base import Fork, Pair, Shape, Turning
 from megatron.positions.frequencies import LEAST_BASE, inverse_frequencies
 from megatron.positions.registry import (
+    MOST,
     chosen,
     encoding_called,
     listed,
@@ -42,8 +43,8 @@ class Rotary(Turning):
     base: slowest wavelength / 2π
     interleaved: whether feature 2j turns with 2j + 1 (GPT-J), instead of j with j + dim/2
         (GPT-NeoX)
-    frequencies: radians per token, one number for each pair that turns, in place of the formula;
-        a pair with 0 has no position
+    frequencies: radians per token, one number for each pair that turns, at most π, in place of
+        the formula; a pair with 0 has no position
     """
 
     only_rotates = True
@@ -72,7 +73,9 @@ class Rotary(Turning):
         self.interleaved = interleaved
         self.own_frequencies = None
         if frequencies is not None:
-            self.own_frequencies = number_of_each_pair("frequencies", frequencies, self.dim // 2)
+            self.own_frequencies = number_of_each_pair(
+                "frequencies", frequencies, self.dim // 2, most=math.pi
+            )
         self.stretched_by = scaling_of(type(self)) if isinstance(self, Stretched) else None
         self.scaling: dict[str, Any] = {}  # of `use_scaling`
         self.is_short = False
@@ -526,13 +529,13 @@ def spelled_out(name: str, options: Mapping[str, Any]) -> tuple[str, dict[str, A
     return "rotary", spelled
 
 
-def number_of_each_pair(option: str, numbers: Any, pairs: int) -> Tensor:
+def number_of_each_pair(option: str, numbers: Any, pairs: int, most: float = MOST) -> Tensor:
     """The numbers of an option, positive or 0: [pairs] float64."""
     example = f"{pairs} numbers, one for each feature pair that turns"
     numbers = listed(option, numbers, example=example, most=pairs)
     if len(numbers) != pairs:
         raise UserError(f"{option}: {len(numbers)} numbers are given; give {example}")
-    checked = [number if number == 0 else positive(option, number) for number in numbers]
+    checked = [number if number == 0 else positive(option, number, most=most) for number in numbers]
     return torch.tensor(checked, dtype=torch.float64)
 
 
