@@ -186,7 +186,17 @@ def test_files_of_dape_mean_what_its_code_computes():
     options = loaded("pos-emb=fire", "mlp_width=32", "noise_seq_length=128").position.pos_emb_args
     assert options == {"threshold": 64}
     assert "dape with pos_emb_args: {of: fire" in faults("pos-emb=fire_c")[0]
-    assert "dape_v2" in faults("pos-emb=capev2", "mlp_width=32", "noise_seq_length=512")[0]
+    refused = [
+        "capev2",
+        "alibi_capev2",
+        "alibi_dapev2",
+        "fire_dapev2",
+        "kerple_dapev2",
+        "nope_c_ffn",
+    ]
+    for name in [*refused, "rope_dapev2", "xl_bias", "xl_bias_c"]:
+        [fault] = faults(f"pos-emb={name}", "mlp_width=32", "noise_seq_length=512")
+        assert ("dape_v2" if name in refused else name) in fault
 
 
 @pytest.mark.parametrize(
