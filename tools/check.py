@@ -1,4 +1,4 @@
-"""Test anybody's encoding: a rotation, a bias, scores, or a model of transformers.
+"""Test anybody's encoding: a rotation, a bias, scores or a model of transformers.
 
 python tools/check.py mine:turn                     (q, k, positions) -> turned q and k
 python tools/check.py mine:turn --as rotary --option base=500000

@@ -328,9 +328,9 @@ def never_grows(probe: Probe) -> Finding:
         return Finding(NOT_APPLICABLE, "it has no bias by distance")
     growing = int(((bias.diff() >= 0).all(dim=1) & (bias[:, -1] > 0)).sum())
     last = f"at distance {TEXT - 1} {bias[:, -1].min():.3g} to {bias[:, -1].max():.3g}"
-    if growing == len(bias):
+    if growing == len(bias) and bias.max() > 1:  # less may be an untrained network
         return Finding(FAILS, f"it grows in every head: {last}")
-    return Finding(HOLDS, f"{last}{f'; {growing} heads grow' if growing else ''}")
+    return Finding(HOLDS, f"{last}; heads that grow: {growing}")
 
 
 def shifts(probe: Probe) -> Finding:
@@ -420,7 +420,7 @@ KINDS: dict[tuple[str, ...], type[Probe]] = {
 }
 
 
-def probe_of(subject: Any, like: Subject | None, length: int | None, **shape: int) -> Probe:
+def probe_of(subject: Any, like: Subject | None, length: int | None, **shape: Any) -> Probe:
     """What a callable is by the names of its parameters; or a model."""
     names = tuple(inspect.signature(getattr(subject, "forward", subject)).parameters)
     if hasattr(subject, "config"):
@@ -439,7 +439,7 @@ def probe_of(subject: Any, like: Subject | None, length: int | None, **shape: in
 
 @torch.no_grad()
 def examine_anything(
-    subject: Any, like: Subject | None = None, length: int | None = None, **shape: int
+    subject: Any, like: Subject | None = None, length: int | None = None, **shape: Any
 ) -> list[Finding]:
     """The findings of all checks, in order; UserError for what cannot be called."""
     if like is not None:
