@@ -16,6 +16,7 @@ from megatron.errors import UserError
 from megatron.positions.base import Fork, Pair, Shape, Turning
 from megatron.positions.frequencies import LEAST_BASE, inverse_frequencies
 from megatron.positions.registry import (
+    MOST,
     chosen,
     encoding_called,
     listed,
@@ -42,6 +43,8 @@ class Rotary(Turning):
     base: slowest wavelength / 2π
     interleaved: whether feature 2j turns with 2j + 1 (GPT-J), instead of j with j + dim/2
         (GPT-NeoX)
+    frequencies: radians per token, one number for each pair that turns, at most π, in place of
+        the formula; a pair with 0 has no position
     """
 
     only_rotates = True
@@ -60,6 +63,7 @@ class Rotary(Turning):
         rotary_pct: float = 1.0,
         base: float = 10000.0,
         interleaved: bool = False,
+        frequencies: Sequence[float] | None = None,
     ) -> None:
         super().__init__(shape)
         positive("rotary_pct", rotary_pct, most=1)
@@ -67,6 +71,11 @@ class Rotary(Turning):
         self.dim = even(int(shape.head_dim * rotary_pct), described)
         self.base = positive("base", base, least=LEAST_BASE)
         self.interleaved = interleaved
+        self.own_frequencies = None
+        if frequencies is not None:
+            self.own_frequencies = number_of_each_pair(
+                "frequencies", frequencies, self.dim // 2, most=math.pi
+            )
         self.stretched_by = scaling_of(type(self)) if isinstance(self, Stretched) else None
         self.scaling: dict[str, Any] = {}  # of `use_scaling`
         self.is_short = False
@@ -81,7 +90,11 @@ class Rotary(Turning):
 
     def frequencies(self, base: float) -> Tensor:
         """Frequencies for a base, of long texts where they differ: [dim / 2] float64."""
-        return inverse_frequencies(self.dim, base)
+        if self.own_frequencies is None:
+            return inverse_frequencies(self.dim, base)
+        if base != self.base:
+            raise UserError("frequencies: they have no base that could change; take another method")
+        return self.own_frequencies
 
     def turning(self, frequencies: Tensor) -> Tensor:
         """Frequencies as they are used, whatever the scaling: [dim / 2] float64 -> float32."""
@@ -467,15 +480,12 @@ class LongRope(Stretched):
     def _divisors(self, option: str) -> Tensor:
         """The numbers of an option: [dim / 2] float64."""
         pairs = self.dim // 2
-        example = f"{pairs} numbers, one for each feature pair that turns"
         numbers = getattr(self, option)
         if isinstance(numbers, int | float):
             numbers = [numbers] * pairs
-        numbers = listed(option, numbers, example=example, most=pairs)
-        if len(numbers) != pairs:
-            raise UserError(f"{option}: {len(numbers)} numbers are given; give {example}")
-        numbers = [positive(option, number) for number in numbers]
-        return torch.tensor(numbers, dtype=torch.float64)
+        divisors = number_of_each_pair(option, numbers, pairs)
+        positive(option, float(divisors.min()))
+        return divisors
 
 
 SCALINGS: dict[str, type[Rotary]] = {
@@ -508,7 +518,25 @@ def spelled_out(name: str, options: Mapping[str, Any]) -> tuple[str, dict[str, A
     if not (issubclass(encoding, Rotary) and encoding.only_rotates):
         return name, spelled
     spelled |= {"scaling": scaling_of(encoding), "resonance": issubclass(encoding, Resonance)}
+    frequencies = spelled["frequencies"]
+    if frequencies is not None and spelled["scaling"] == "none" and all(frequencies):
+        # Longrope says the same by divisors, and transformers has it.
+        usual = inverse_frequencies(2 * len(frequencies), spelled["base"]).tolist()
+        divisors = [one / other for one, other in zip(usual, frequencies, strict=True)]
+        factors = {"short_factor": divisors, "long_factor": divisors, "factor": 1.0}
+        rest = {key: value for key, value in options.items() if key != "frequencies"}
+        return spelled_out(name, {**rest, "scaling": "longrope", **factors})
     return "rotary", spelled
+
+
+def number_of_each_pair(option: str, numbers: Any, pairs: int, most: float = MOST) -> Tensor:
+    """The numbers of an option, positive or 0: [pairs] float64."""
+    example = f"{pairs} numbers, one for each feature pair that turns"
+    numbers = listed(option, numbers, example=example, most=pairs)
+    if len(numbers) != pairs:
+        raise UserError(f"{option}: {len(numbers)} numbers are given; give {example}")
+    checked = [number if number == 0 else positive(option, number, most=most) for number in numbers]
+    return torch.tensor(checked, dtype=torch.float64)
 
 
 def falling(options: Mapping[str, float]) -> tuple[float, float]:

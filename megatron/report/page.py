@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-import pandas as pd
 from jinja2 import Environment, FileSystemLoader
 from matplotlib.figure import Figure
 
@@ -25,7 +23,15 @@ from megatron.results.comparison import Comparison, compared
 from megatron.results.comparison_table import how_made, tables_of
 from megatron.results.labels import NAMES, in_words, kinds, matching, sections, select
 from megatron.results.row import COLUMNS, TASK, Row, plain, shown_fact, trained_length
-from megatron.results.table import BITS, Table, cell, quantities_of, table_of_text, with_bits
+from megatron.results.table import (
+    BITS,
+    PERPLEXITY,
+    Table,
+    cell,
+    quantities_of,
+    table_of_text,
+    with_bits,
+)
 
 MARK = b'name="generator" content="megatron/report"'  # of page.html
 
@@ -75,8 +81,7 @@ def _section(heading: str, rows: Sequence[Row], against: str | None) -> Section:
     if protocol == TASK:  # accuracies are compared by tools/compare.py
         section.figures = [draw_accuracy({heading: groups})]
     else:
-        named = against is not None and matching(against, groups)
-        reference = select(against or "", groups) if named else next(iter(groups))
+        reference, *_ = (against and matching(against, groups)) or groups
         positions = [by_position(groups), by_position(groups, reference)]
         if panels := [panel for panel in positions if panel]:
             section.figures = [draw(panels)]
@@ -97,16 +102,18 @@ def _section(heading: str, rows: Sequence[Row], against: str | None) -> Section:
 def _summary(groups: Groups, comparisons: Sequence[Comparison]) -> list[str]:
     """Who is best at the longest length, who gains beyond the window, and how sure that is."""
     panel = by_length(groups)
-    means = pd.DataFrame({label: points["mean"] for label, points in panel.curves.items()})
-    length = means.index.max()
-    last = means.loc[length].dropna().sort_values(ascending=panel.nats is np.log)
-    ranked = "; ".join(f"{label} ({cell(value)})" for label, value in last[:3].items())
-    lines = [f"Best at {length:.0f} tokens, {panel.quantity}: {ranked}."]
-    limited = {label: f"{label}, window {trained_length(groups[label][0])}" for label in last.index}
-    pairs = [(label, window) for label, window in limited.items() if window in last]
-    if pairs:
-        gains = [label for label, window in pairs if last[label] < last[window]]
-        words = "; ".join(gains) or "none"
+    length = panel.means.index[-1]
+    is_loss = panel.quantity == PERPLEXITY.name
+    last = panel.means.loc[length].dropna().sort_values(ascending=is_loss)
+    ranked = [f"{label} ({cell(value)})" for label, value in last[:3].items()]
+    lines = [f"Best at {length} tokens, {panel.quantity}: {'; '.join(ranked)}."]
+    gains = {}
+    for label, value in last.items():
+        window = f"{label}, window {trained_length(groups[label][0])}"
+        if window in last:
+            gains[label] = value < last[window]
+    if gains:
+        words = "; ".join(label for label in gains if gains[label]) or "none"
         lines.append(f"Better with all of the text than with a window of the training: {words}.")
     at_end = [pair for pair in comparisons if pair.length == length]
     if any(pair.is_claim for pair in at_end):
