@@ -52,8 +52,7 @@ class Trainer:
         self.context = context_of(grid, config.parallel.cp_comm_type)
         model.context = self.context
         model.to(grid.device)
-        compiles = is_compiled(config, grid.device)
-        if compiles:
+        if is_compiled(config, grid.device):
             model.compile_layers()
         with quiet_deepspeed():
             import deepspeed
@@ -66,8 +65,7 @@ class Trainer:
             )
         self.engine: Any = engine
         self.restore_exact_positions()
-        recomputes = config.training.checkpoint_activations
-        if (compiles or recomputes) and not self.model.backends <= set(TRUSTED):
+        if not self.model.backends <= TRUSTED:
             # A backend is compared with eager at its first use, which compiled code leaves out, and
             # which must not change the backend between a layer's pass and its recomputation.
             ids = torch.zeros(1, model.train_length, dtype=torch.long, device=grid.device)
@@ -209,20 +207,20 @@ def is_compiled(config: Config, device: torch.device) -> bool:
     UserError if that is asked for and none works.
     """
     training, parallel = config.training, config.parallel
-    asked, compiles = training.torch_compile, training.torch_compile is True
+    asked = training.torch_compile
     if asked == "auto":
         is_fixed = not training.seq_length_schedule and parallel.context_parallel_size == 1
-        compiles = device.type == "cuda" and is_fixed and parallel.zero_stage < 3
-    if not compiles:
+        asked = device.type == "cuda" and is_fixed and parallel.zero_stage < 3
+    if not asked:
         return False
     try:
         # Small, and with the parts that a layer needs: a program forward and one backward.
         x = torch.ones(64, device=device, requires_grad=True)
         torch.compile(lambda x: x.sin().exp().sum())(x).backward()
     except Exception as error:
-        first_line = (str(error).strip().splitlines() or [""])[0]
+        first_line, _, _ = str(error).strip().partition("\n")
         fault = f"torch_compile: no compiler works on {device.type}: {first_line}"
-        if asked is True:
+        if training.torch_compile is True:
             raise UserError(f"{fault} - install g++ (on CUDA also triton), or set false") from error
         logger.warning("%s; the layers are not compiled", fault)
         return False
