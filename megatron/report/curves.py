@@ -2,7 +2,6 @@
 
 import math
 import textwrap
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from io import BytesIO
@@ -16,6 +15,7 @@ import yaml
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator
 
 from megatron.errors import UserError
@@ -23,14 +23,14 @@ from megatron.files import write_output
 from megatron.protocols import TASK
 from megatron.results.files import PICTURES
 from megatron.results.labels import in_words, kinds, matching, runs, sections, select
-from megatron.results.row import Row, encoding_of, trained_length
+from megatron.results.row import Row, encoding_of, grouped, trained_length
 from megatron.results.statistics import half_octaves
 from megatron.results.table import (
     OTHER_TEXT,
     PERPLEXITY,
     TOKENS_RIGHT,
     cell,
-    quantities_of,
+    mean_and_std,
     setting,
     starred,
 )
@@ -41,9 +41,8 @@ MARK = "megatron/report"  # the creator of a picture, for the program that may r
 # In inches: a README's column, a panel, what a panel needs beneath its axes, a line of a name.
 WIDTH, PANEL, BENEATH, LINE = 6.5, 3.5, 0.8, 0.165
 LETTERS = 28  # of a line of a name
-DPI = 200
 CURVES = 7  # of a panel, which has their names at their ends
-FAR = math.log(2)  # nats: a curve that rises this far above the lowest one may leave the axes
+FAR = 2  # a perplexity that rises this many times above the lowest curve may leave the axes
 FIRST = 64  # the first position that is drawn: before it, few targets make much noise
 
 OVER_SEEDS = "A band or a bar is one standard deviation over seeds to either side of their mean."
@@ -87,13 +86,13 @@ def looks(encodings: Sequence[str]) -> list[dict[str, Any]]:
     further curves of a look have other dashes. Curves of one encoding have a colour each.
     """
     styles = []
-    uses: Counter[tuple[str, str]] = Counter()
+    used = []
     for number, encoding in enumerate(encodings):
         colour, marker = LOOKS.get(encoding, (GREY, "X"))
         if len({*encodings}) == 1 < len(encodings):
             colour = COLOURS[number % len(COLOURS)]
-        dashes = DASHES[uses[colour, marker] % len(DASHES)]
-        uses[colour, marker] += 1
+        dashes = DASHES[used.count((colour, marker)) % len(DASHES)]
+        used.append((colour, marker))
         styles.append({"color": colour, "marker": marker, "linestyle": dashes})
     return styles
 
@@ -107,9 +106,9 @@ class Panel(NamedTuple):
     """Curves in one pair of axes.
 
     axis, quantity: what the level and the upright axis show
-    groups: all rows by label, which give looks; curves: by label, as `curve` makes them
+    groups: all rows by label, which give looks
+    means, stds: over seeds, with a line for each place and a column for each label
     heading: above the axes
-    nats: from the quantity to nats, in which curves are near each other or far apart
     joined: whether lines join the places of a curve; not where each place has its own text
     shades: colours from light to dark, in place of those of encodings
     """
@@ -117,28 +116,65 @@ class Panel(NamedTuple):
     axis: str
     quantity: str
     groups: Groups
-    curves: Mapping[str, pd.DataFrame]
+    means: pd.DataFrame
+    stds: pd.DataFrame
     heading: str = ""
-    nats: Callable[[Any], Any] = np.log
     joined: bool = True
     shades: bool = False
 
 
-def curve(points: Iterable[tuple[float, float | None]]) -> pd.DataFrame:
-    """Mean and standard deviation over seeds by place; without places where a seed has no number.
+def mean_and_spread(
+    points: Iterable[tuple[str, Any, float | None]],
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Means and standard deviations of (label, place, value), by place and label.
 
-    One seed has no deviation (nan).
+    A mean is nan where a seed has no number, the deviation of one seed is nan.
     """
-    frame = pd.DataFrame(points, columns=["place", "value"]).astype(float)
-    places = frame.groupby("place")["value"]
-    means = places.agg(lambda values: values.mean(skipna=False))
-    return pd.DataFrame({"mean": means, "std": places.std()}).dropna(subset="mean")
+    frame = pd.DataFrame(points, columns=["label", "place", "value"]).astype({"value": float})
+    seeds = frame.groupby(["place", "label"])["value"]
+    means = seeds.agg(lambda values: values.mean(skipna=False))
+    return means.unstack(), seeds.std().unstack()
 
 
-def losses_by_position(row: Row) -> pd.Series:
-    """The losses of a row's windows from position FIRST on, over half octaves."""
-    middles, losses = half_octaves(row.get("position_edges", []), row.get("position_losses", []))
-    return pd.Series(losses, middles).loc[FIRST:]
+def by_key(axis: str, groups: Groups, key: str) -> Panel:
+    """Perplexity by a key of rows, of a task token accuracy."""
+    protocol = next(iter(groups.values()))[0].get("protocol")
+    quantity = TOKENS_RIGHT if protocol == TASK else PERPLEXITY
+    points = []
+    for label, group in groups.items():
+        points += [(label, row[key], quantity.of(row)) for row in group]
+    frames = mean_and_spread(points)
+    return Panel(axis, quantity.name, groups, *frames, joined=protocol not in OTHER_TEXT)
+
+
+def by_length(groups: Groups) -> Panel:
+    """Perplexity by evaluation length."""
+    return by_key("evaluation length (tokens)", groups, "length")
+
+
+def by_position(groups: Groups, minus: str | None = None) -> Panel | None:
+    """Perplexity by position in the longest windows of rows that have it, or None.
+
+    minus: the label whose mean loss is subtracted; then the curves are losses
+    """
+    longest = max(row["length"] for group in groups.values() for row in group)
+    points = []
+    for label, group in groups.items():
+        for row in group:
+            if row["length"] < longest or not row.get("position_losses"):
+                continue
+            edges, losses = row.get("position_edges", []), row.get("position_losses", [])
+            for middle, loss in zip(*half_octaves(edges, losses), strict=True):
+                points.append((label, middle, loss if minus else math.exp(loss)))
+    if not points:
+        return None
+    means, stds = mean_and_spread(points)
+    quantity = PERPLEXITY.name
+    if minus:
+        reference = select(minus, groups)
+        means = means.sub(means[reference], axis=0)
+        quantity = f"loss minus that of {reference} (nats per token)"
+    return Panel("position (tokens)", quantity, groups, means.loc[FIRST:], stds.loc[FIRST:])
 
 
 # --- Figures ---
@@ -164,7 +200,7 @@ def plot_results(
     group = kinds if over_seeds else runs
     texts = {heading: group(members) for heading, members in sections(rows).items()}
     if over_training:
-        figure = draw_over_training(rows, over_seeds=over_seeds, design=design)
+        figure = draw_over_training(rows, group, design)
     elif all(row.get("protocol") == TASK for row in rows):
         figure = draw_accuracy(texts, design)
     else:
@@ -176,116 +212,78 @@ def plot_results(
     write(figure, path, design)
 
 
-def by_key(axis: str, groups: Groups, key: str, heading: str = "") -> Panel:
-    """Perplexity by a key of rows, of a task token accuracy."""
-    rows = [row for group in groups.values() for row in group]
-    quantity, *_ = quantities_of(rows)
-    curves = {}
-    for label, group in groups.items():
-        curves[label] = curve((row[key], quantity.of(row)) for row in group)
-    nats = np.log if quantity is PERPLEXITY else np.zeros_like
-    protocols = {row.get("protocol") for row in rows}
-    joined = protocols.isdisjoint(OTHER_TEXT)
-    return Panel(axis, quantity.name, groups, curves, heading, nats, joined)
-
-
-def by_length(groups: Groups) -> Panel:
-    """Perplexity by evaluation length."""
-    return by_key("evaluation length (tokens)", groups, "length")
-
-
-def by_position(groups: Groups, minus: str | None = None) -> Panel | None:
-    """Perplexity by position in the longest windows of rows that have it, or None.
-
-    minus: the label whose mean loss is subtracted; then the curves are losses
-    """
-    longest = max(row["length"] for group in groups.values() for row in group)
-    losses_of = {}
-    for label, group in groups.items():
-        rows = [row for row in group if row["length"] == longest]
-        losses_of[label] = [losses_by_position(row) for row in rows if row.get("position_losses")]
-    if not any(losses_of.values()):
-        return None
-    subtracted: Any = 0
-    axis, quantity, nats = "position (tokens)", PERPLEXITY.name, np.log
-    if minus:
-        minus = select(minus, groups)
-        subtracted = pd.concat(losses_of[minus], axis=1).mean(axis=1)
-        quantity, nats = f"loss minus that of {minus} (nats per token)", np.positive
-    curves = {}
-    for label, losses in losses_of.items():
-        values = [series - subtracted if minus else np.exp(series) for series in losses]
-        curves[label] = curve(pair for series in values for pair in series.items())
-    return Panel(axis, quantity, groups, curves, nats=nats)
-
-
 def draw_accuracy(texts: Mapping[str, Groups], design: Design = AS_USUAL) -> Figure:
     """A heatmap of the percentage of answer tokens that are right; texts: tasks by their headings.
 
     A column is a length; of several tasks a task, with the mean over lengths beyond the training's.
     """
+    several = len(texts) > 1
+    keys = ("seed",) if several else ("seed", "length")
     points = []
     for heading, groups in texts.items():
         task = heading.removeprefix(TASK_PREFIX).partition(":")[0].replace("_", " ")
         for label, group in groups.items():
             beyond = [row for row in group if row["length"] > (trained_length(row) or 0)]
-            for row in (beyond or group) if len(texts) > 1 else group:
-                column = task if len(texts) > 1 else row["length"]
-                points.append((label, column, str(row.get("seed")), TOKENS_RIGHT.of(row)))
-    frame = pd.DataFrame(points, columns=["label", "column", "seed", "right"])
-    of_seeds = frame.astype({"right": float}).groupby(["label", "column", "seed"])["right"]
-    cells = of_seeds.agg(lambda right: right.mean(skipna=False)).groupby(["label", "column"])
-    means = cells.agg(lambda right: right.mean(skipna=False)).unstack()
-    best_first = means.fillna(0).mean(axis=1).sort_values(ascending=False, kind="stable").index
-    means, spreads = means.loc[best_first], cells.std().unstack().loc[best_first]
-    size = (
-        LETTER * max(map(len, means.index)) + CELL[0] * means.shape[1],
-        CELL[1] * len(means) + 1.2,
-    )
+            for rows in grouped((several and beyond) or group, keys):
+                right, _ = mean_and_std([TOKENS_RIGHT.of(row) for row in rows])
+                points.append((label, task if several else rows[0]["length"], right))
+    means, stds = (frame.T for frame in mean_and_spread(points))
+    order = means.fillna(0).mean(axis=1).sort_values(ascending=False, kind="stable").index
+    means, stds = means.loc[order], stds.loc[order]
+    lines, columns = means.shape
+    width = LETTER * max(map(len, order)) + CELL[0] * columns
     with style(design):
-        figure = Figure(layout="constrained", figsize=design.size or size)
-        set_title(figure, design.title or TASKS, size[0])
+        size = design.size or (width, CELL[1] * lines + 1.2)
+        figure = Figure(layout="constrained", figsize=size)
+        set_title(figure, design.title or TASKS)
         axes = figure.subplots()
         axes.imshow(means, cmap="Blues", vmin=0, vmax=100, aspect="auto")
-        for (line, column), mean in np.ndenumerate(means.to_numpy()):
-            spread = spreads.iloc[line, column]
-            text = f"{mean:.0f} ± {spread:.0f}" if spread > 2 else f"{mean:.0f}"
+        axes.grid(visible=False)
+        for (line, column), mean in np.ndenumerate(means):
+            std = stds.iloc[line, column]
+            text = f"{mean:.0f} ± {std:.0f}" if std > 2 else f"{mean:.0f}"
             colour = "white" if mean > DARK else "black"
             if not math.isnan(mean):
                 axes.text(column, line, text, ha="center", va="center", color=colour)
-        names = means.columns if len(texts) > 1 else starred(group, means.columns)
-        axes.set_xticks(range(means.shape[1]), names)
-        axes.set_yticks(range(len(means)), means.index)
+        names = means.columns if several else starred(group, means.columns)
+        axes.set_xticks(range(columns), names)
+        axes.set_yticks(range(lines), order)
         axes.tick_params(length=0)
-        axes.set_xlabel("task" if len(texts) > 1 else "length (tokens), * in training")
+        axes.set_xlabel("task" if several else "length (tokens), * in training")
     figure.set_label(f"{TASKS}. {ORDERED}")
     return figure
 
 
 def draw_over_training(
-    rows: Sequence[Row], *, over_seeds: bool = False, design: Design = AS_USUAL
+    rows: Sequence[Row],
+    group: Callable[[Sequence[Row]], Groups] = runs,
+    design: Design = AS_USUAL,
 ) -> Figure:
     """Curves of perplexity by training step, in a panel for each length.
+
+    group: gives the rows of each curve by its label, when called with the last row of each run
 
     The lengths of a single run or encoding are the curves of one panel.
     """
     panels: dict[str, dict[str, list[Row]]] = {}  # of each panel its curves' rows by label
     for members in sections(rows).values():
+        ordered = sorted(members, key=lambda row: (row["length"], row["step"]))
         # A stage changes other facts of a row, so a run is called by its last one.
-        last_of = {row["config_hash"]: row for row in sorted(members, key=lambda row: row["step"])}
-        group = kinds if over_seeds else runs
+        last_of = {row["config_hash"]: row for row in ordered}
         labelled = group([*last_of.values()]).items()
         label_of = {row["config_hash"]: label for label, examples in labelled for row in examples}
-        for row in sorted(members, key=lambda row: row["length"]):
+        for row in ordered:
             groups = panels.setdefault(f"at {row['length']} tokens", {})
             groups.setdefault(label_of[row["config_hash"]], []).append(row)
-    labels = {label for groups in panels.values() for label in groups}
+    labels = set().union(*panels.values())
     if len(labels) == 1:
         (label,) = labels
         lengths = {heading: groups[label] for heading, groups in panels.items()}
-        drawn = [by_key("step", lengths, "step", label)._replace(shades=True)]
+        drawn = [by_key("step", lengths, "step")._replace(heading=label, shades=True)]
     else:
-        drawn = [by_key("step", groups, "step", heading) for heading, groups in panels.items()]
+        drawn = []
+        for heading, groups in panels.items():
+            drawn.append(by_key("step", groups, "step")._replace(heading=heading))
     return draw(drawn, design)
 
 
@@ -296,21 +294,19 @@ def draw(panels: Sequence[Panel], design: Design = AS_USUAL) -> Figure:
     """
     parts = []
     for panel in panels:
-        measured = {label: points for label, points in panel.curves.items() if not points.empty}
-        ranked = sorted(measured, key=lambda label: measured[label]["mean"].iloc[-1])
+        last_values = panel.means.ffill().iloc[-1].dropna()
+        ranked = last_values.sort_values().index
         count = max(1, math.ceil(len(ranked) / CURVES))
         for number, labels in enumerate(np.array_split(ranked, count)):
-            curves = {label: measured[label] for label in labels}
-            parts.append(panel._replace(curves=curves))
+            heading = panel.heading
             if count > 1:
-                ranks = f"{'the next' if number else 'the lowest'} {len(labels)}"
-                parts[-1] = parts[-1]._replace(heading=f"{panel.heading}  {ranks}".strip())
+                heading += f"  {'the next' if number else 'the lowest'} {len(labels)}"
+            parts.append(panel._replace(means=panel.means[labels], heading=heading.strip()))
     size = design.size or (WIDTH, PANEL * len(parts) + 0.4)
     captions = {}
     with style(design):
-        figure = Figure(layout="constrained", figsize=size, dpi=DPI)
-        what, by = (words.split(" (")[0] for words in (panels[0].quantity, panels[0].axis))
-        set_title(figure, design.title or f"{what.capitalize()} by {by}", size[0])
+        figure = Figure(layout="constrained", figsize=size)
+        set_title(figure, design.title)
         upright = figure.subplots(len(parts), squeeze=False).flat
         for axes, panel in zip(upright, parts, strict=True):
             rows = [row for group in panel.groups.values() for row in group]
@@ -325,94 +321,95 @@ def draw(panels: Sequence[Panel], design: Design = AS_USUAL) -> Figure:
                 axes.axvline(place, color=GREY, linestyle="dashed", linewidth=1, zorder=1)
             level = f"{panel.axis}; dashed: {meaning}" if marked else panel.axis
             axes.set(xlabel=level, ylabel=panel.quantity, title=panel.heading)
-            draw_curves(axes, panel, design.highlight)
+            lines = draw_curves(axes, panel, design.highlight)
+            set_limits(axes, panel)
             axes.xaxis.set_major_formatter("{x:.0f}")
             axes.minorticks_off()
-            axes.grid(axis="y", color="#E3E3E3", linewidth=0.8)
-            name_curves(axes, panel, size[1] / len(parts) - BENEATH)
+            name_curves(axes, lines, size[1] / len(parts) - BENEATH)
             captions[f"{panel.quantity.capitalize()} on {setting(rows)}."] = None
-        for _ in range(2):  # until the names have their room, which later drawings keep
-            figure.draw_without_rendering()
-        figure.set_layout_engine("none")
     figure.set_label(" ".join([*captions, OVER_SEEDS]))
     return figure
 
 
-def draw_curves(axes: Axes, panel: Panel, highlight: Sequence[str]) -> None:
-    """Lines with bands or points with bars.
-
-    If most curves are near each other, the others leave the axes.
-    """
+def draw_curves(axes: Axes, panel: Panel, highlight: Sequence[str]) -> dict[str, Line2D]:
+    """Lines with bands, or points with bars; returns them by the names to write at their ends."""
     encodings = [encoding_of(group[0]) for group in panel.groups.values()]
-    look_of = dict(zip(panel.groups, looks(encodings), strict=True))
     bright = {label for text in highlight for label in matching(text, panel.groups)}
-    tops = {label: panel.nats(points["mean"].max()) for label, points in panel.curves.items()}
-    near = [label for label in tops if tops[label] < min(tops.values()) + FAR]
-    limits = {}
-    for number, label in enumerate(sorted(tops, key=lambda label: label not in near), 1):
-        points = panel.curves[label]
-        look: dict[str, Any] = look_of[label] | {"label": label}
-        if panel.shades:
-            look["color"] = colormaps["Blues"](0.3 + 0.7 * number / len(tops))
-        elif bright and label not in bright:
+    styles = looks(encodings)
+    if panel.shades:
+        for look, shade in zip(styles, np.linspace(0.4, 1, len(styles)), strict=True):
+            look["color"] = colormaps["Blues"](shade)
+    look_of = dict(zip(panel.groups, styles, strict=True))
+    lines = {}
+    for label, means in panel.means.items():
+        mean = means.dropna()
+        places, std = mean.index, panel.stds[label][mean.index]
+        look = look_of[label]
+        if bright and label not in bright:
             look["color"] = FAINT
-        band = {"color": look["color"], "linestyle": "none"}
-        mean, std = points["mean"], points["std"]
-        if panel.joined and len(points) > 1:
-            axes.fill_between(points.index, mean - std, mean + std, alpha=0.12, **band)
+        colour = look["color"]
+        if panel.joined and len(mean) > 1:
+            axes.fill_between(places, mean - std, mean + std, color=colour, alpha=0.12, linewidth=0)
         else:
             look["linestyle"] = "none"
-            axes.errorbar(points.index, mean, std, **band)
-        every = math.ceil(len(points) / 8)  # about eight markers on a curve
-        axes.plot(points.index, mean, markevery=every, **look)
-        if number == len(near) >= max(2, len(tops) / 2):
-            limits["ylim"] = axes.get_ylim()
-    axes.set(**limits)
-    if len(near) < len(tops) and not limits and panel.nats is np.log:
+            axes.errorbar(places, mean, std, fmt="none", ecolor=colour)
+        every = math.ceil(len(mean) / 8)  # about eight markers on a curve
+        (line,) = axes.plot(places, mean, label=label, markevery=every, **look)
+        name = label.split(", ", 1)[-1] if len({*encodings}) == 1 < len(encodings) else label
+        at = f" at {places[-1]:g}" if places[-1] < panel.means.index[-1] else ""
+        lines[textwrap.fill(f"{name}: {cell(mean.iloc[-1])}{at}", LETTERS)] = line
+    return lines
+
+
+def set_limits(axes: Axes, panel: Panel) -> None:
+    """If most perplexities are near each other, the others leave the axes."""
+    tops = panel.means.max()
+    near = tops[tops < FAR * tops.min()]
+    if panel.quantity != PERPLEXITY.name or len(near) == len(tops):
+        return
+    if len(near) >= max(2, len(tops) / 2):
+        axes.set_ylim(0.95 * panel.means.min().min(), 1.05 * near.max())
+    else:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
 
 
-def name_curves(axes: Axes, panel: Panel, height: float) -> None:
-    """Write the name and the last value of each curve at its end, apart from each other.
+def name_curves(axes: Axes, lines: Mapping[str, Line2D], height: float) -> None:
+    """Write names at the ends of lines, apart from each other.
 
-    A curve that leaves the axes has an arrow there. height: of the axes, about, in inches
+    lines: from the lowest end to the highest; one that leaves the axes has an arrow there
+    height: of the axes, about, in inches
     """
-    encodings = {encoding_of(group[0]) for group in panel.groups.values()}
-    last = max((points.index[-1] for points in panel.curves.values()), default=0)
     axes.autoscale_view()
     to_axes = axes.transData - axes.transAxes
-    ends = []
-    for line in [line for line in axes.lines if line.get_label() in panel.curves]:
-        label = str(line.get_label())
-        points = panel.curves[label]
-        if len(encodings) == 1 < len(panel.groups):
-            label = label.split(", ", 1)[-1]
-        x, y = to_axes.transform(line.get_xydata()).T
-        end = y[-1], x[-1]
-        if y[-1] > 1:
-            end = 1, np.interp(1, np.maximum.accumulate(y), x)
-            arrow = {"marker": "^", "markersize": 9, "color": line.get_color()}
-            axes.plot(end[1], 1, transform=axes.transAxes, clip_on=False, **arrow)
-        at = f" at {points.index[-1]:g}" if points.index[-1] < last else ""
-        text = f"{label}: {cell(points['mean'].iloc[-1])}{at}"
-        ends.append((*end, textwrap.fill(text, LETTERS), line.get_color()))
     above = -1.0  # where the name beneath ends
-    for end, place, text, colour in sorted(ends, key=lambda end: end[0]):
-        half = (1 + text.count("\n")) * LINE / height / 2
-        centre = max(end, above + half)
+    for name, line in lines.items():
+        x, y = to_axes.transform(line.get_xydata()).T
+        colour = line.get_color()
+        end = x[-1], y[-1]
+        if y[-1] > 1:
+            end = np.interp(1, np.maximum.accumulate(y), x), 1
+            where = axes.transAxes
+            axes.plot(*end, "^", color=colour, markersize=9, transform=where, clip_on=False)
+        half = (1 + name.count("\n")) * LINE / height / 2
+        centre = max(end[1], above + half)
         above = centre + half
-        leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.7, "relpos": (0, 0.5)}
-        where = dict.fromkeys(("xycoords", "textcoords"), "axes fraction")
-        look = {"arrowprops": leader, "va": "center", "fontsize": "small"}
-        axes.annotate(text, (place, end), (1.03, centre), **where, **look)
+        axes.annotate(
+            name,
+            end,
+            (1.03, centre),
+            xycoords="axes fraction",
+            va="center",
+            fontsize="small",
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.7, "relpos": (0, 0.5)},
+        )
 
 
-def set_title(figure: Figure, title: str, width: float) -> None:
-    """Write a title in lines of a width in inches."""
-    text = textwrap.fill(title, int(11 * width))
-    figure.suptitle(text, x=0.01, ha="left")
+def set_title(figure: Figure, title: str) -> None:
+    """Write a title in lines that are as wide as the figure."""
+    letters = int(11 * figure.get_figwidth())
+    figure.suptitle(textwrap.fill(title, letters), x=0.01, ha="left")
 
 
 def style(design: Design = AS_USUAL) -> AbstractContextManager[None]:
@@ -427,12 +424,12 @@ def picture(figure: Figure, suffix: str, design: Design = AS_USUAL) -> bytes:
     Its metadata say what was measured and how.
     """
     about = "Subject" if suffix == ".pdf" else "Description"
-    metadata: dict[str, Any] = {"Creator": MARK, about: str(figure.get_label())}
+    metadata: dict[str, Any] = {"Creator": MARK, about: figure.get_label()}
     if suffix == ".svg":
         metadata["Date"] = None
     content = BytesIO()
     with style(design):
-        figure.savefig(content, format=suffix[1:], dpi=DPI, metadata=metadata)
+        figure.savefig(content, format=suffix[1:], metadata=metadata)
     return content.getvalue()
 
 

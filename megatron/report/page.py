@@ -4,8 +4,8 @@ import base64
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
-import numpy as np
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader
 from matplotlib.figure import Figure
@@ -25,9 +25,32 @@ from megatron.results.comparison import Comparison, compared
 from megatron.results.comparison_table import how_made, tables_of
 from megatron.results.labels import NAMES, in_words, kinds, matching, sections, select
 from megatron.results.row import COLUMNS, TASK, Row, plain, shown_fact, trained_length
-from megatron.results.table import BITS, Table, cell, quantities_of, table_of_text, with_bits
+from megatron.results.table import (
+    BITS,
+    PERPLEXITY,
+    Table,
+    cell,
+    quantities_of,
+    table_of_text,
+    with_bits,
+)
 
 MARK = b'name="generator" content="megatron/report"'  # of page.html
+
+
+class Summary(NamedTuple):
+    """Who is best at the longest length, who gains beyond the window, and how sure that is.
+
+    best: numbers by label, the best first
+    gains: whether a label is better than the same weights with a window of the training length
+    pairs: the comparisons at this length
+    """
+
+    length: int
+    quantity: str
+    best: pd.Series
+    gains: pd.Series
+    pairs: list[Comparison]
 
 
 @dataclass
@@ -37,7 +60,7 @@ class Section:
     figures: each has its caption as its label
     comparisons: a table for each length; the last one is open
     notes: on the comparisons
-    summary: sentences for the top of the page
+    summary: for the top of the page, if there is anything to compare
     """
 
     heading: str
@@ -46,7 +69,7 @@ class Section:
     figures: list[Figure] = field(default_factory=list)
     comparisons: list[Table] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    summary: list[str] = field(default_factory=list)
+    summary: Summary | None = None
 
 
 def page_of(rows: Sequence[Row], against: str | None = None) -> list[Section]:
@@ -75,10 +98,9 @@ def _section(heading: str, rows: Sequence[Row], against: str | None) -> Section:
     if protocol == TASK:  # accuracies are compared by tools/compare.py
         section.figures = [draw_accuracy({heading: groups})]
     else:
-        named = against is not None and matching(against, groups)
-        reference = select(against or "", groups) if named else next(iter(groups))
+        reference, *_ = (against and matching(against, groups)) or groups
         positions = [by_position(groups), by_position(groups, reference)]
-        if panels := [panel for panel in positions if panel]:
+        if panels := [*filter(None, positions)]:
             section.figures = [draw(panels)]
         elif len({row["length"] for row in rows}) > 1:
             section.figures = [draw([by_length(groups)])]
@@ -94,27 +116,19 @@ def _section(heading: str, rows: Sequence[Row], against: str | None) -> Section:
     return section
 
 
-def _summary(groups: Groups, comparisons: Sequence[Comparison]) -> list[str]:
-    """Who is best at the longest length, who gains beyond the window, and how sure that is."""
+def _summary(groups: Groups, comparisons: Sequence[Comparison]) -> Summary:
     panel = by_length(groups)
-    means = pd.DataFrame({label: points["mean"] for label, points in panel.curves.items()})
-    length = means.index.max()
-    last = means.loc[length].dropna().sort_values(ascending=panel.nats is np.log)
-    ranked = "; ".join(f"{label} ({cell(value)})" for label, value in last[:3].items())
-    lines = [f"Best at {length:.0f} tokens, {panel.quantity}: {ranked}."]
-    limited = {label: f"{label}, window {trained_length(groups[label][0])}" for label in last.index}
-    pairs = [(label, window) for label, window in limited.items() if window in last]
-    if pairs:
-        gains = [label for label, window in pairs if last[label] < last[window]]
-        words = "; ".join(gains) or "none"
-        lines.append(f"Better with all of the text than with a window of the training: {words}.")
-    at_end = [pair for pair in comparisons if pair.length == length]
-    if any(pair.is_claim for pair in at_end):
-        words = "; ".join(pair.encoding for pair in at_end if pair.mark) or "none"
-        lines.append(f"Different from {at_end[0].reference} there over seeds: {words}.")
-    elif at_end:
-        lines.append("With fewer than three common seeds this is about these weights alone.")
-    return lines
+    length = panel.means.index[-1]
+    is_loss = panel.quantity == PERPLEXITY.name
+    last = panel.means.loc[length].dropna().sort_values(ascending=is_loss)
+    gains = {}
+    for label, value in last.items():
+        window = f"{label}, window {trained_length(groups[label][0])}"
+        if window in last:
+            gains[label] = value < last[window]
+    pairs = [pair for pair in comparisons if pair.length == length]
+    best = last[:3].map(cell)
+    return Summary(length, panel.quantity, best, pd.Series(gains, dtype=bool), pairs)
 
 
 # --- Files ---

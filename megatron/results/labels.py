@@ -4,6 +4,7 @@ names.yml is the table of display names of all plots, tables and pages.
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,9 +65,8 @@ def word_of(key: str, value: Any, *, whole: bool = False) -> str:
 
 def in_words(heading: str) -> str:
     """A heading of `sections` with what the protocol scores in place of its key."""
-    text, colon, rest = heading.partition(": ")
-    protocol, comma, options = rest.partition(",")
-    return "".join([text, colon, NAMES["protocols"].get(protocol, protocol), comma, options])
+    words = NAMES["protocols"]
+    return re.sub(r"(?<=: )\w+", lambda key: words.get(key[0], key[0]), heading, count=1)
 
 
 # --- Rows by label ---
@@ -152,17 +152,16 @@ def labels_of(
     for key in keys:
         values = [value_of(row, key) for row in rows]
         named = {plain(value): word_of(key, value) for value in values}
-        words_of: dict[str, set[str]] = {}
-        for label, value in zip(labels, values, strict=True):
-            words_of.setdefault(label, set()).add(plain(value))
-        differ = len(set(map(plain, values))) > 1
+        times = Counter(named.values())
+        labelled = {*zip(labels, map(plain, values), strict=True)}
+        values_of = Counter(label for label, _ in labelled)
         for number, (label, value) in enumerate(zip(labels, values, strict=True)):
             # An encoding's defaults need no word, if no row lacks its options.
-            if value in (None, USUAL.get(key)) or (value == {} and "None" not in words_of[label]):
+            if value in (None, USUAL.get(key)) or (value == {} and (label, "None") not in labelled):
                 continue
-            is_named = differ and (key in VARIANT or key in SHOWN_IF_SET)
-            if (is_named and not rows[number].get("label")) or len(words_of[label]) > 1:
-                several = [*named.values()].count(named[plain(value)]) > 1  # of one name
+            is_named = len(named) > 1 and key in (*VARIANT, *SHOWN_IF_SET)
+            if (is_named and not rows[number].get("label")) or values_of[label] > 1:
+                several = times[named[plain(value)]] > 1
                 labels[number] += f", {word_of(key, value, whole=several)}"
     return labels
 
@@ -199,14 +198,16 @@ def arranged(rows: Sequence[Row], only: Sequence[str], names: Sequence[str]) -> 
     def meant(text: str, option: str) -> list[str]:
         return matching(text, groups) or [select(text, groups, option)]
 
-    labels = [label for text in only for label in meant(text, "--only")] or groups
-    pairs = [text.rpartition("=") for text in names]
-    name_of = {label: new for old, _, new in pairs for label in meant(old, "--names")}
-    return [
-        with_facts(row, {"label": name_of.get(label, "")})
-        for label in dict.fromkeys(labels)
-        for row in groups[label]
-    ]
+    new_names = {}
+    for text in names:
+        old, _, new = text.rpartition("=")
+        new_names |= dict.fromkeys(meant(old, "--names"), new)
+    labels = [label for text in only for label in meant(text, "--only")]
+    shown = []
+    for label in dict.fromkeys(labels or groups):
+        name = {"label": new_names.get(label, "")}
+        shown += [with_facts(row, name) for row in groups[label]]
+    return shown
 
 
 def select(against: str, kinds: Mapping[str, Sequence[Question]], option: str = "--against") -> str:

@@ -450,3 +450,17 @@ def test_the_model_refuses_what_it_would_compute_wrongly(tmp_path):
     cache = model(ids, use_cache=True).past_key_values
     with pytest.raises(ValueError, match="tokens that were read cannot be taken back"):
         cache.crop(3)
+
+
+@pytest.mark.parametrize(
+    ("last", "architecture"),
+    [(0.001, "GPTNeoXForCausalLM"), (0.0, "PositionsGPTForCausalLM")],  # longrope divides by it
+)
+def test_frequencies_of_ones_own_leave_as_longrope_where_it_can_say_them(
+    last, architecture, tmp_path
+):
+    options = f"pos_emb_args={{frequencies: [1.0, 0.3, 0.02, {last}]}}"
+    path, _ = a_run(tmp_path, "pos_emb=rotary", options)
+    done = export(path, tmp_path / "out")
+    assert done.architecture == architecture
+    assert len(done.differences) == 2
