@@ -152,26 +152,26 @@ def attend(
     """`attention`, with its options as a record; k and v may have fewer heads, one for a group."""
     terms = replace(terms, needs_lse=terms.sink is not None)
     other_width = k.shape != v.shape
-    name = choose(backend, q, terms, other_width=other_width).backend
+    choice = first_choice = choose(backend, q, terms, other_width=other_width)
     if terms.chunk is not None and 2 * terms.chunk >= k.shape[2]:
         terms = replace(terms, chunk=None)  # it masks nothing
     group = q.shape[1] // k.shape[1]
-    if name != "sdpa":
+    if choice.backend != "sdpa":
         k, v = for_each_query_head(k, group), for_each_query_head(v, group)
     if self_check and not torch.compiler.is_compiling():
-        faults = []
-        while name not in TRUSTED and (fault := fault_of(BACKENDS[name], q, k, v, terms=terms)):
+        while (name := choice.backend) not in TRUSTED and (
+            fault := fault_of(BACKENDS[name], q, k, v, terms=terms)
+        ):
             if backend != "auto":
                 raise UserError(
                     f"attention_backend: {name} {fault} - choose attention_backend: sdpa, or leave"
                     " out this check with attention_self_check: false"
                 )
             FAULTS[name, q.device.type] = fault
-            faults.append(f"{name} {fault}")
-            name = choose(backend, q, terms, other_width=other_width).backend
-        if faults:
-            logger.warning("attention_backend: %s; using %s instead", "; ".join(faults), name)
-    out, lse = BACKENDS[name](q, k, v, terms)
+            choice = choose(backend, q, terms, other_width=other_width)
+        if choice != first_choice:
+            logger.warning("attention_backend: %s", choice)
+    out, lse = BACKENDS[choice.backend](q, k, v, terms)
     return out if lse is None else with_sink(out, lse, terms.sink)
 
 

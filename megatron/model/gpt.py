@@ -25,7 +25,7 @@ from megatron.model.documents import Documents, by_document
 from megatron.model.head import loss_of_block, mean_loss, token_losses
 from megatron.model.settings import Architecture, AttentionSettings, initialize
 from megatron.positions import Position
-from megatron.positions.base import check_heads
+from megatron.positions.base import check_heads, made
 from megatron.positions.layers import Placed
 
 HOOKS_OF_TERMS = (
@@ -58,6 +58,7 @@ def prepare(positions: Iterable[Position], earlier: int, length: int) -> None:
 
     Raises UserError if the cached keys do not serve this text.
     """
+    made.cache_clear()
     for position in positions:
         position.prepare(length)
         if earlier:
@@ -90,8 +91,6 @@ def attention_inputs(
     for plan in dict.fromkeys(plans):
         position, method = plan.position, plan.method
         if position not in tables:
-            for encoding in (position, *position.inside):
-                encoding.made.clear()  # each pass makes its cosines, once for all layers
             columns = length if method is None else method.table_length(length)
             tables[position] = (
                 settings.table(position.distance_bias(columns)),
