@@ -269,6 +269,21 @@ class Position(Float32Module):
         for part in self.inside:
             part.check_cached(before, length)
 
+    def check_heads(self, key_heads: int, heads_per_query: int) -> None:
+        """Raises UserError if the encoding needs more key heads, or other queries."""
+        heads, name = self.shape.heads, type(self).__name__
+        if self.heads_per_query != heads_per_query:
+            raise UserError(
+                f"heads_per_query: {heads_per_query} does not fit {name};"
+                f" set it to {self.heads_per_query}"
+            )
+        if not self.grouped_queries and key_heads < heads:
+            raise UserError(
+                f"num_key_value_heads: {key_heads} is less than num_attention_heads = {heads}, but"
+                f" {name} changes the keys of each head in its own way; leave"
+                " num_key_value_heads out"
+            )
+
     def check_tokens(self, vocab: int, end_of_document: int | None) -> None:
         """Raises UserError if ids of tokens in the options do not fit `vocab` rows of embeddings.
 
@@ -450,22 +465,6 @@ def refuse(position: Position, reasons: Mapping[str, Any], message: str) -> None
     for reason, applies in reasons.items():
         if applies:
             raise UserError(message.format(type(position).__name__, reason))
-
-
-def check_heads(position: Position, key_heads: int, heads_per_query: int) -> None:
-    """Raises UserError if the encoding needs more key heads, or other queries."""
-    heads = position.shape.heads
-    if position.heads_per_query != heads_per_query:
-        raise UserError(
-            f"heads_per_query: {heads_per_query} does not fit {type(position).__name__};"
-            f" set it to {position.heads_per_query}"
-        )
-    if not position.grouped_queries and key_heads < heads:
-        raise UserError(
-            f"num_key_value_heads: {key_heads} is less than num_attention_heads = {heads}, but"
-            f" {type(position).__name__} changes the keys of each head in its own way; leave"
-            " num_key_value_heads out"
-        )
 
 
 class Turning(Position):
