@@ -1,6 +1,10 @@
 """GPT-NeoX-style pretraining for research on positional encodings and length extrapolation."""
 
 import os
+from pkgutil import extend_path
+
+# Beside ours there may be megatron.core, of a package or a clone whose folder has no __init__.py.
+__path__ = extend_path(__path__, __name__)
 
 # Threads that wait for each other sleep instead of spinning. Beside other programs a spinning
 # thread holds the core that its partner needs: steps took 30 times as long (docs/performance.md).

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 GROUPS = {
     "data": ("prepare-data", "inspect-files", "merge-data"),
     "train": ("explain-config", "train", "deepy", "sweep"),
-    "measure": ("evaluate", "generate", "check-encoding", "bench"),
+    "measure": ("evaluate", "generate", "check-encoding", "check", "bench"),
     "compare": ("compare", "show-results", "reproduce"),
     "exchange": ("import-checkpoint", "export-checkpoint"),
 }

@@ -57,15 +57,16 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def one_kernel(q: Tensor, k: Tensor, v: Tensor, terms: Terms, *_: Any, **options: Any) -> Tensor:
+def one_kernel(q: Tensor, k: Tensor, v: Tensor, terms: Terms, *_: Any, **__: Any) -> Tensor:
     """Attention as one operation, without what the terms add."""
     if terms.scores is not None or terms.on_scores is not None:
         return attend(q, k, v, terms, "eager")
     q, k = q.to(v.dtype), k.to(v.dtype)
+    options = {"is_causal": True, "enable_gqa": k.shape[1] < q.shape[1]}
     if q.shape[-1] == v.shape[-1]:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return F.scaled_dot_product_attention(q, k, v, **options)
     wide_v = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
-    return F.scaled_dot_product_attention(q, k, wide_v, is_causal=True)[..., : v.shape[-1]]
+    return F.scaled_dot_product_attention(q, k, wide_v, **options)[..., : v.shape[-1]]
 
 
 def operations_of_step(name: str, layers: int) -> int:

@@ -28,10 +28,22 @@ class Server(ThreadingHTTPServer):
 
     def show_dataset(self, name: str, files: Mapping[str, bytes]) -> None:
         """Be a hub with one data set, as huggingface_hub asks for it."""
-        api = f"/api/datasets/{name}"
+        self._show(f"/api/datasets/{name}", f"/datasets/{name}", files, "main")
+
+    def show_model(self, name: str, files: Mapping[str, bytes], revision: str) -> None:
+        """Be a hub with one model at a revision."""
+        self._show(f"/api/models/{name}", f"/{name}", files, revision)
+
+    def _show(self, api: str, address: str, files: Mapping[str, bytes], revision: str) -> None:
+        name = address.strip("/")
         siblings = [{"rfilename": path} for path in files]
-        about = {"id": name, "sha": COMMIT, "siblings": siblings, "tags": []}
-        for place in ("", "/revision/main", f"/revision/{COMMIT}"):
+        about = {
+            "id": name.removeprefix("datasets/"),
+            "sha": COMMIT,
+            "siblings": siblings,
+            "tags": [],
+        }
+        for place in ("", f"/revision/{revision}", f"/revision/{COMMIT}"):
             self.files[f"{api}{place}"] = json.dumps(about).encode()
 
         folders = {path.rpartition("/")[0] for path in files} | {""}
@@ -40,8 +52,8 @@ class Server(ThreadingHTTPServer):
         ]
         for path, content in files.items():
             entries.append({"type": "file", "path": path, "size": len(content), "oid": "0" * 40})
-            for revision in (COMMIT, "main"):
-                self.files[f"/datasets/{name}/resolve/{revision}/{path}"] = content
+            for place in (COMMIT, revision):
+                self.files[f"{address}/resolve/{place}/{path}"] = content
         for folder in folders:
             inside = [entry for entry in entries if f"{entry['path']}".startswith(folder)]
             inside = [entry for entry in inside if entry["path"] != folder]

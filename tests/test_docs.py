@@ -62,7 +62,8 @@ With others the script that it would start is run; test_deepy.py is about deepy.
 PAGES = (
     *("tutorial", "questions", "coming_from", "generation", "harness", "evaluation"),
     *("layers", "longer_texts", "watching", "explain_config", "published_files"),
-    *("from_huggingface", "papers", "positions", "sweeps", "../README"),
+    *("from_huggingface", "papers", "positions", "sweeps", "your_own_figure"),
+    "../README",
 )
 FILES = (  # that a page shows
     ("coming_from", "yaml", "neox.yml"),
@@ -194,6 +195,13 @@ def test_the_commands_of_every_page_are_run_by_a_test():
     assert with_commands <= {*PAGES, *ELSEWHERE, "performance"}
     for page, file in ELSEWHERE.items():
         assert f"{page}.md" in (ROOT / "tests" / file).read_text(encoding="utf-8"), file
+
+
+def test_the_figure_from_rows_is_drawn(clone):
+    (code,) = blocks("docs/your_own_figure.md", "python")
+    with chdir(clone):
+        exec(code)
+    assert (clone / "context.pdf").read_bytes().startswith(b"%PDF")
 
 
 def test_every_sweep_and_table_of_the_papers_has_its_row():

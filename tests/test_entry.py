@@ -87,7 +87,7 @@ def test_notes_are_printed_once_by_the_first_process_and_many_without_effect_are
 
 def test_the_purpose_says_which_keys_are_needed_and_a_checkpoint_has_them(tmp_path, capsys):
     assert status(nothing, *SIZES, purpose="evaluate") == 1
-    assert "load: not given" in capsys.readouterr().err
+    assert "load: is not set" in capsys.readouterr().err
 
     folder = tmp_path / "run" / "global_step3"
     folder.mkdir(parents=True)

@@ -1,6 +1,7 @@
 """`pip install .` installs what the public rooms need; commands name the extra that they need."""
 
 import ast
+import os
 import re
 import shutil
 import sys
@@ -41,7 +42,9 @@ def test_the_extras_have_the_ranges_of_the_requirements_files():
 
 def third_party(names):
     tops = {name.split(".")[0] for name in names} - sys.stdlib_module_names
-    return tops - {"megatron"} - {Path(file).stem for file in PRODUCT}
+    return (
+        tops - {"megatron", "tests"} - {Path(file).stem for file in PRODUCT}
+    )  # bench has a test's model
 
 
 def imports_at_once(file):
@@ -132,3 +135,16 @@ def test_an_installation_without_the_projects_folder_says_where_its_commands_are
         "megatron: the commands are scripts of the project's folder - run pip install -e '.[train]'"
         " there\n"
     )
+
+
+def test_the_package_stands_beside_megatron_core_whichever_is_found_first(tmp_path):
+    """megatron-core and clones of Megatron-LM have a folder `megatron` without __init__.py."""
+    core = tmp_path / "other/megatron/core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("__version__ = '0'\n")
+    folders = [str(ROOT), str(core.parents[1])]
+    for order in (folders, folders[::-1]):
+        for names in ("megatron.core, megatron.positions", "megatron.positions, megatron.core"):
+            code = f"import {names}; print(megatron.core.__version__, megatron.positions.__file__)"
+            done = run("-c", code, cwd=tmp_path, env={"PYTHONPATH": os.pathsep.join(order)})
+            assert done.stdout.split() == ["0", str(ROOT / "megatron/positions/__init__.py")]

@@ -12,13 +12,20 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from textwrap import fill
 
 from megatron.checkpoints.read import load_for_evaluation
 from megatron.cli_errors import command_parser, guarded
 from megatron.config.yaml_files import read_overrides
 from megatron.conformance.checks import examine
-from megatron.conformance.subject import FACT, FAILS, HOLDS, NOT_APPLICABLE, Finding, Subject
+from megatron.conformance.subject import (
+    FACT,
+    FAILS,
+    HOLDS,
+    NOT_APPLICABLE,
+    Finding,
+    Subject,
+    table,
+)
 from megatron.errors import UserError
 from megatron.evaluation.options import number
 from megatron.positions import REGISTRY, load_file
@@ -92,10 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def report(heading: str, findings: Sequence[Finding]) -> int:
     """Print the findings, and what the verdicts mean; 1 if one fails, else 0."""
     print(heading)
-    width = max(len(finding.check) for finding in findings)
-    for finding in findings:
-        line = f"  {finding.verdict:4}  {finding.check:{width}}  {finding.detail}"
-        print(fill(line, 120, subsequent_indent=" " * (width + 10)))
+    print(table(findings, columns=120))
     print(LEGEND)
     verdicts = [finding.verdict for finding in findings]
     failed = verdicts.count(FAILS)

@@ -1,13 +1,14 @@
-"""Import a checkpoint of Hugging Face, GPT-NeoX, KERPLE or MEP as a run.
+"""Import a checkpoint of Hugging Face, GPT-NeoX or another trainer as a run.
 
 python tools/import_checkpoint.py EleutherAI/pythia-70m -o runs/pythia
 python tools/import_checkpoint.py models/qwen3 -o runs/qwen3 --tokenizer tokenizer.json
 python tools/import_checkpoint.py neox/global_step143000 train.yml model.yml -o runs/neox
 
 SOURCE is a folder of Hugging Face's (GPT-NeoX, GPT-2, Llama, Mistral, Qwen 2, 3, 3-Next, 3.5,
-SmolLM3) or a model of its hub, a folder that export_checkpoint.py wrote, or a checkpoint of
-GPT-NeoX, KERPLE or MEP. Nothing in it is run. Sums of an exported folder are compared first. A
-model of Hugging Face's is compared with transformers' own class before anything is written.
+SmolLM3) or a model of its hub, a folder that export_checkpoint.py wrote, a checkpoint of GPT-NeoX,
+KERPLE or MEP, or one of nanoGPT, litgpt, torchtitan or flame. Nothing in it is run. Sums of an
+exported folder are compared first. A model of Hugging Face's is compared with transformers' own
+class before anything is written.
 """
 
 import sys
@@ -33,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="SOURCE",
         help="a folder or owner/model of Hugging Face's hub",
     )
-    words = "the configuration of a GPT-NeoX checkpoint, such as the files of its folder `configs`"
+    words = (
+        "the configuration of a checkpoint of GPT-NeoX (its folder `configs`), torchtitan or flame"
+    )
     add("words", nargs="*", metavar="FILE | key=value", help=words)
     add("-o", "--output", type=Path, required=True, metavar="RUN", help="the new run's folder")
     tokenizer = "in place of its own: tokenizer.json, or a folder with it or GPT-2's two files"

@@ -12,7 +12,14 @@ from megatron.attention.eager import eager
 from megatron.attention.flex import flex_backend, flex_refusal
 from megatron.attention.sdpa import sdpa
 from megatron.attention.self_check import fault_of
-from megatron.attention.terms import BlockScores, Content, Terms, check_lengths, with_sink
+from megatron.attention.terms import (
+    BlockScores,
+    Content,
+    Terms,
+    check_lengths,
+    for_each_query_head,
+    with_sink,
+)
 from megatron.attention.triton_kernel import refusal as triton_refusal
 from megatron.attention.triton_kernel import triton_attention
 from megatron.errors import UserError
@@ -141,26 +148,29 @@ def _fits(u: Tensor | None, w: Tensor, q: Tensor, k: Tensor) -> bool:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, backend: str = "auto", *, self_check: bool = True
 ) -> Tensor:
-    """`attention`, with its options as a record."""
+    """`attention`, with its options as a record; k and v may have fewer heads, one for a group."""
     terms = replace(terms, needs_lse=terms.sink is not None)
     other_width = k.shape != v.shape
-    name = choose(backend, q, terms, other_width=other_width).backend
+    choice = first_choice = choose(backend, q, terms, other_width=other_width)
     if terms.chunk is not None and 2 * terms.chunk >= k.shape[2]:
         terms = replace(terms, chunk=None)  # it masks nothing
+    group = q.shape[1] // k.shape[1]
+    if choice.backend != "sdpa":
+        k, v = for_each_query_head(k, group), for_each_query_head(v, group)
     if self_check and not torch.compiler.is_compiling():
-        faults = []
-        while name not in TRUSTED and (fault := fault_of(BACKENDS[name], q, k, v, terms=terms)):
+        while (name := choice.backend) not in TRUSTED and (
+            fault := fault_of(BACKENDS[name], q, k, v, terms=terms)
+        ):
             if backend != "auto":
                 raise UserError(
                     f"attention_backend: {name} {fault} - choose attention_backend: sdpa, or leave"
                     " out this check with attention_self_check: false"
                 )
             FAULTS[name, q.device.type] = fault
-            faults.append(f"{name} {fault}")
-            name = choose(backend, q, terms, other_width=other_width).backend
-        if faults:
-            logger.warning("attention_backend: %s; going on with %s", "; ".join(faults), name)
-    out, lse = BACKENDS[name](q, k, v, terms)
+            choice = choose(backend, q, terms, other_width=other_width)
+        if choice != first_choice:
+            logger.warning("attention_backend: %s", choice)
+    out, lse = BACKENDS[choice.backend](q, k, v, terms)
     return out if lse is None else with_sink(out, lse, terms.sink)
 
 

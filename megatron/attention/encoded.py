@@ -15,7 +15,13 @@ from torch import Tensor
 from megatron.attention.backends import attend
 from megatron.attention.documents import Documents, by_document
 from megatron.attention.flex import check_applied
-from megatron.attention.terms import Content, Terms, check_lengths, visible_keys
+from megatron.attention.terms import (
+    Content,
+    Terms,
+    check_lengths,
+    for_each_query_head,
+    visible_keys,
+)
 from megatron.errors import UserError
 
 BY_CONTENT = ("on_queries_keys_by_content", "score_bias", "block_scores", "on_scores")
@@ -262,11 +268,6 @@ def inputs_of(
     )
 
 
-def for_each_query_head(x: Tensor, group: int) -> Tensor:
-    """Repeat each head for its group: [batch, key heads, keys, head_dim] -> [batch, heads, …]."""
-    return x if group == 1 else x.repeat_interleave(group, dim=1)
-
-
 def attend_with_encoding(
     q: Tensor,
     k: Tensor,
@@ -344,10 +345,11 @@ def attend_encoded(
         q, terms, unread = q[:, :, later], terms.part(later, all_keys), 0
         query_scale = None if query_scale is None else query_scale[..., later]
     if method is None:
-        group = q.shape[1] // k.shape[1]
-        k = for_each_query_head(k, group)
-        v = for_each_query_head(v, group)
-        run = attend if inputs.context is None else inputs.context.attend
+        run = attend
+        if inputs.context is not None:
+            run = inputs.context.attend
+            group = q.shape[1] // k.shape[1]
+            k, v = for_each_query_head(k, group), for_each_query_head(v, group)
         out = run(q, k, v, terms, inputs.backend, self_check=inputs.self_check)
     else:
         assert inputs.context is None  # evaluation refuses it

@@ -11,18 +11,19 @@ passes, so tiles are as large as a core's cache.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.attention.eager import attended
 from megatron.attention.first_keys import FirstKeys, first_keys, groups_of_heads
 from megatron.attention.scope import BACKWARD_BLOCK, BLOCK, QueryBlock, Scope, of_heads
-from megatron.attention.terms import Content, Terms, mask, merge, product
+from megatron.attention.terms import Content, Terms, for_each_query_head, mask, merge, product
 
 MOST_SCORES = 2**23
 """Scores that exist at once where a view of the table is not enough: 32 MiB."""
@@ -41,32 +42,30 @@ Scores = Sequence[Tensor]
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor | None]:
-    """See megatron.attention.attention.
+    """See megatron.attention.attention. k and v may have one head for each group of q's.
 
     Memory grows with length; with an index_bias that learns, with queries · keys.
     """
     queries, keys = q.shape[2], k.shape[2]
+    group = q.shape[1] // k.shape[1]
     if terms.window is not None and terms.window >= keys:
         terms = replace(terms, window=None)  # it masks nothing
     added = terms.content is not None or terms.scores is not None
     if terms.is_causal_alone and not added and not terms.needs_lse and queries in (1, keys):
-        return _fused(q, k, v, is_causal=queries == keys), None
+        return _fused(q, k, v, is_causal=queries == keys, enable_gqa=group > 1), None
+    k, v = for_each_query_head(k, group), for_each_query_head(v, group)
     # Torch's kernel under autograd is faster than our gradients for a frozen table in half
     # precision: 1.1 times as long as without a bias at 2048 and 4096, ours 1.3 times.
     frozen = terms.bias is None or not terms.bias.requires_grad
     is_masked = terms.segments is not None or terms.chunk is not None
     fused = frozen and terms.weight is None and not is_masked and not added
     fused = fused and not terms.needs_lse and q.dtype in (torch.float16, torch.bfloat16)
-    apply = Tiled.apply
-    if torch.compiler.is_compiling():
-        # Its loops depend on numbers and lengths, and would be written out: one break is cheaper.
-        fused, apply = False, cast(Any, torch.compiler.disable)(apply)
     # Only autograd finds the parameters of an index bias.
     if terms.index_bias is not None or fused:
         return tiles(q, k, v, terms, None)
     function, tensors = terms.scores or (None, ())
     rest = replace(terms.with_tensors(), scores=None)
-    out, lse = apply(rest, function, q, k, v, *terms.tensors, *tensors)
+    out, lse = Tiled.apply(rest, function, q, k, v, *terms.tensors, *tensors)
     return out, lse
 
 
@@ -110,7 +109,15 @@ def _rebuilt(
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """torch's kernel. On the CPU it takes values as wide as keys alone, and others without it."""
+    """torch's kernel. On the CPU it takes values as wide as keys alone, and others without it.
+
+    enable_gqa: whether k and v have fewer heads, which on CUDA only flash attention takes
+    """
+    if options.get("enable_gqa") and q.device.type == "cuda":
+        params = SDPAParams(q, k, v, None, 0.0, options["is_causal"], True)
+        if not can_use_flash_attention(params):
+            group = q.shape[1] // k.shape[1]
+            k, v = for_each_query_head(k, group), for_each_query_head(v, group)
     if k.shape[-1] == v.shape[-1] or q.device.type != "cpu":
         return F.scaled_dot_product_attention(q, k, v, **options)
     features, scale = v.shape[-1], 1 / math.sqrt(q.shape[-1])

@@ -84,6 +84,14 @@ class Content:
         return u.to(dtype), near.to(dtype)
 
 
+def for_each_query_head(x: Tensor, group: int) -> Tensor:
+    """Repeat each head for its group: [batch, key heads, keys, head_dim] -> [batch, heads, …].
+
+    One key head for all is repeated as a view, without a copy.
+    """
+    return x if group == 1 else x[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2)
+
+
 def product(u: Tensor | None, w: Tensor) -> Tensor:
     """u·w over the rank: [batch, heads, queries or 1, keys]; u None for ones."""
     return w.sum(-1)[:, :, None] if u is None else u @ w.mT

@@ -166,7 +166,7 @@ def with_parent(config: Config) -> Config:
     save = config["save"]
     finetune = config["finetune"]
     if load is None and finetune:
-        raise UserError("load: not given; finetune starts from the checkpoint in this folder")
+        raise UserError("load: is not set; finetune starts from the checkpoint in this folder")
     parent = None
     if load is not None and (not finetune or is_one_folder(config)):
         # One that has begun in another folder keeps its parent, also if `load` is gone.

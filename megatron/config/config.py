@@ -1,4 +1,4 @@
-"""The merged configuration: its sections, its hash, its file, and its form for DeepSpeed."""
+"""The merged configuration: its sections, hash and file, and the dictionary for DeepSpeed."""
 
 import json
 from dataclasses import dataclass, field, replace
@@ -32,18 +32,18 @@ from megatron.positions.layers import Entry, entries_of, name_of_layers
 from megatron.positions.registry import encoding_called
 from megatron.results.row import SHOWN_IF_SET
 
-COPY = "pos_emb_file.py"  # the user's own encoding, beside the configuration of a checkpoint
+COPY = "pos_emb_file.py"  # the user's own encoding, saved next to a checkpoint's configuration
 
 
 @dataclass(frozen=True)
 class Config(Sections):
-    """A complete and checked configuration. Sections cannot be changed.
+    """A complete and checked configuration. Its sections are immutable.
 
     pos_emb_code: the text of the file that pos_emb_file names
-    sources: files, and `command line`
-    notes: what the user should know at the start, such as keys without effect
-    chosen: keys that somebody chose, also if the value is the default
-    origins: who set a key, by its name with dots; without keys that nobody set
+    sources: the files that were read, and `command line`
+    notes: what the user should know at the start, such as keys that have no effect
+    chosen: keys that somebody set, even to the default value
+    origins: the source that set each key, by the key's dotted name; keys that nobody set are absent
     """
 
     pos_emb_code: str | None = None
@@ -53,7 +53,7 @@ class Config(Sections):
     origins: dict[str, str] = field(default_factory=dict, compare=False)
 
     def __getitem__(self, name: str) -> Any:
-        """The value of a key by its YAML name, with dots for nested ones."""
+        """The value of a key by its YAML name; nested keys are written with dots."""
         first, *rest = name.split(".")
         value = getattr(getattr(self, KEYS[first]), first)
         for part in rest:
@@ -61,7 +61,7 @@ class Config(Sections):
         return value
 
     def at_step(self, step: int) -> "Config":
-        """The configuration with what the stage of a step changes of encoding and attention."""
+        """The configuration at a step: with its stage's changes to encoding and attention."""
         stage = self.training.stage_of(step)
         if stage is None:
             return self
@@ -69,11 +69,11 @@ class Config(Sections):
         return replace(self, position=position, attention=attention)
 
     def flat(self) -> dict[str, Any]:
-        """Every key and its plain value (number, text, list, dictionary), in documented order."""
+        """Every key with its plain value (number, text, list, dictionary), in documented order."""
         return {key: plain(self[key]) for key in KEYS}
 
     def save(self, path: str | Path) -> None:
-        """Write every key as YAML, and the text of pos_emb_file beside it, whole or not at all."""
+        """Write every key as YAML, and a copy of pos_emb_file next to it; all or nothing."""
         path = Path(path)
         if self.pos_emb_code is not None:
             write_text(path.with_name(COPY), self.pos_emb_code)
@@ -81,11 +81,11 @@ class Config(Sections):
 
     @property
     def hash(self) -> str:
-        """12 hex digits that name the trained model: keys that shape it and are not at their
-        default.
+        """12 hex digits that identify the trained model, from the keys that shape it and differ
+        from their defaults.
 
-        A new key with a default changes no old hash. Folders, logging, launching and evaluation do
-        not count, nor do comments in pos_emb_file.
+        So a new key with a default changes no old hash. Folders, logging, launching, evaluation and
+        comments in pos_emb_file don't count.
         """
         shaping = {}
         for key in all_keys():
@@ -102,14 +102,15 @@ class Config(Sections):
         not_empty.pop("pos_emb_file", None)
         if self.precision.dtype != "fp32":
             not_empty.pop("float32_matmul_precision", None)
-        if self.pos_emb_code is not None:  # the text counts, not where the file is
+        if self.pos_emb_code is not None:  # the file's text counts, not its path
             not_empty["pos_emb_file"] = syntax_fingerprint(self.pos_emb_code)
         return fingerprint(json.dumps(_canonical(not_empty), sort_keys=True))[:12]
 
     def model_keys(self) -> dict[str, Any]:
-        """The keys that make two models the same: model and position, without default options."""
+        """The keys that identify a model: sections `model` and `position`, without default
+        options."""
         names = {*type(self.model).model_fields, *type(self.position).model_fields}
-        names.remove("pos_emb_file")  # its text counts
+        names.remove("pos_emb_file")  # the file's text counts
         entries = entries_of(self.position)
         if not any("max_positions" in options_of(entry.name) for entry in entries):
             names.remove("max_position_embeddings")
@@ -117,7 +118,7 @@ class Config(Sections):
         return keys | _canonical(self._chosen())
 
     def _chosen(self) -> dict[str, Any]:
-        """The encoding's options that differ from its own defaults, however they are spelt."""
+        """The encoding's options that differ from its defaults, whatever their spelling."""
         entries = entries_of(self.position)
         chosen = {"pos_emb_args": {}, "pos_emb_layers": []}
         if not self.position.pos_emb_layers:
@@ -127,7 +128,7 @@ class Config(Sections):
 
     @property
     def beside_encoding(self) -> dict[str, str]:
-        """What labels name beside the encoding, by the keys of rows; empty where all is usual."""
+        """What labels name in addition to the encoding, by row key; empty if nothing is unusual."""
         counts = [(kind, len([*alike])) for kind, alike in groupby(self.model.layers)]
         softmax_type = self.model.softmax_type
         facts = {"layer_kinds": " + ".join(f"{count} {kind}" for kind, count in counts)}
@@ -143,17 +144,18 @@ class Config(Sections):
 
     @property
     def label(self) -> str:
-        """The model as logs and cards call it: its encoding, and what else is unusual."""
+        """The model's name in logs and model cards: its encoding, and whatever else is unusual."""
         facts = [f"{key} {value}" for key, value in self.beside_encoding.items()]
         return ", ".join([name_of_layers(self.position), *facts])
 
     @property
     def only_measures(self) -> bool:
-        """Whether somebody chose train_iters: 0, with which KERPLE and MEP measure a checkpoint."""
+        """Whether train_iters: 0 was set, which measures a checkpoint as KERPLE and MEP do."""
         return "train_iters" in self.chosen and self.training.train_iters == 0
 
     def require_for(self, purpose: str) -> None:
-        """Check what only `train` or `evaluate` needs; raises UserError with all missing keys."""
+        """Check the keys that only `train` or `evaluate` needs; UserError lists all missing
+        ones."""
         data, training, checkpoint = self.data, self.training, self.checkpoint
         measures = purpose == "evaluate" or self.only_measures
         trains = purpose == "train" and not measures
@@ -162,24 +164,24 @@ class Config(Sections):
         needs = [
             (
                 measures and not (checkpoint.load or checkpoint.save),
-                "load: not given; the folder with the checkpoint"
-                " (save and --checkpoint are understood too)",
+                "load: is not set; give the folder with the checkpoint"
+                " (save or --checkpoint will do, too)",
             ),
             (
                 trains and not (data.data_path or whole_corpora),
-                "data_path: not given; the prefix of the .bin and .idx files that prepare_data.py"
-                " made",
+                "data_path: is not set; give the prefix of the .bin and .idx files that"
+                " prepare_data.py made",
             ),
             (
                 trains and not training.train_iters,
-                "train_iters: not given; the number of steps, at least 1; 0 measures the"
-                " checkpoint in load",
+                "train_iters: is not set; give the number of steps, at least 1 (0 measures the"
+                " checkpoint in load)",
             ),
-            (trains and not checkpoint.save, "save: not given; the folder for checkpoints"),
+            (trains and not checkpoint.save, "save: is not set; give a folder for the checkpoints"),
             (
                 trains and validates and whole_corpora and not data.valid_data_paths,
-                "valid_data_paths: not given; train_data_paths leaves no text for validations;"
-                " give corpora for them, or eval_interval: 0",
+                "valid_data_paths: is not set, and train_data_paths leaves no text for validation;"
+                " give corpora for validation, or set eval_interval: 0",
             ),
         ]
         faults = [message for is_missing, message in needs if is_missing]
@@ -187,7 +189,7 @@ class Config(Sections):
             raise bad_configuration(self.sources, faults)
 
     def check_batch(self, devices: int) -> None:
-        """Raises UserError if train_batch_size is given and these devices make another one."""
+        """Raises UserError if train_batch_size is set and doesn't fit this number of devices."""
         training = self.training
         micro, steps = training.train_micro_batch_size_per_gpu, training.gradient_accumulation_steps
         made = micro * steps * devices
@@ -201,7 +203,8 @@ class Config(Sections):
 
 
 def staged(position: Position, attention: Attention, stage: Stage) -> tuple[Position, Attention]:
-    """Both sections as a stage changes them; each encoding takes the options that it may change."""
+    """Both sections with a stage's changes; each encoding gets only the options that it may
+    change."""
     entries = []
     for entry in entries_of(position):
         options = encoding_called(entry.name).changeable(stage.pos_emb_args)
@@ -218,7 +221,7 @@ def staged(position: Position, attention: Attention, stage: Stage) -> tuple[Posi
 
 
 def _not_default(entry: Entry) -> dict[str, Any]:
-    """The options of an encoding that differ from its own defaults."""
+    """The options of an encoding that differ from its defaults."""
     defaults = defaults_of(entry.name, entry.options)
     chosen = {}
     for name, value in entry.options.items():
@@ -228,7 +231,7 @@ def _not_default(entry: Entry) -> dict[str, Any]:
 
 
 def _canonical(value: Any) -> Any:
-    """500000.0 and 500000 are the same setting."""
+    """Make 500000.0 and 500000 the same setting."""
     return json.loads(json.dumps(value), parse_float=_shortest)
 
 
@@ -243,10 +246,11 @@ def deepspeed_config(config: Config, ranks: int = 1) -> dict[str, Any]:
     The only place that knows DeepSpeed's names for our keys.
     """
     zero = plain(config.parallel.zero_optimization)
-    if zero["stage"] == 0:  # buckets act from stage 1 on
+    if zero["stage"] == 0:  # buckets are used from stage 1 on
         zero = {"stage": 0}
     elif zero["stage"] < 3 and zero["overlap_comm"] is None:  # at stage 3 DeepSpeed's own default
-        # One rank exchanges nothing: overlapping costs a second buffer and waits for the device.
+        # With one rank there is nothing to exchange, so overlapping would only cost a second
+        # buffer.
         zero["overlap_comm"] = ranks > 1
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": config.training.train_micro_batch_size_per_gpu,
@@ -257,7 +261,8 @@ def deepspeed_config(config: Config, ranks: int = 1) -> dict[str, Any]:
     }
     if config.precision.dtype == "bf16":
         settings["bf16"] = {"enabled": True}
-        # Gradients of accumulated batches are summed in float32. Stage 0 cannot, so bf16 needs 1.
+        # Gradients of accumulated batches are summed in float32. Stage 0 can't do that, so bf16
+        # needs 1.
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
     if config.precision.dtype == "fp16":
         settings["fp16"] = {"enabled": True, **plain(config.precision.fp16)}

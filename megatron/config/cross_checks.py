@@ -1,4 +1,4 @@
-"""Faults between keys, which no key can show alone."""
+"""Checks that involve several keys."""
 
 from collections.abc import Callable, Iterator, Mapping
 from inspect import signature
@@ -40,9 +40,9 @@ Faults = Iterator[str]
 
 
 def check_together(sections: Mapping[str, Any], report: Report, *, trains: bool = True) -> None:
-    """Report what does not fit together; a check is left out if one of its sections is missing.
+    """Report keys that don't fit together; a check is skipped if one of its sections is missing.
 
-    trains: False leaves out what only a training cannot do
+    trains: False skips the checks that only matter for training
     """
     for check in CHECKS:
         needed = signature(check).parameters
@@ -56,8 +56,8 @@ def _model(model: Model) -> Faults:
     heads, per_query = model.num_attention_heads, model.heads_per_query
     if heads % per_query:
         yield (
-            f"heads_per_query: {per_query} does not divide num_attention_heads = {heads};"
-            " give a number that does"
+            f"heads_per_query: {per_query} does not divide num_attention_heads = {heads}; give a"
+            " divisor of it"
         )
     queries = max(1, heads // per_query)
     kv_heads = model.num_key_value_heads or heads
@@ -74,17 +74,17 @@ def _model(model: Model) -> Faults:
         )
     if model.shared_norm and (not model.parallel_residual or model.norm_placement == "post"):
         yield (
-            "shared_norm: attention and MLP read one norm of the same x; set parallel_residual:"
-            " true and norm_placement: pre or both, or drop this"
+            "shared_norm: attention and MLP can only share a norm if they read the same x; set"
+            " parallel_residual: true and norm_placement: pre or both, or remove shared_norm"
         )
     if model.use_bias_in_output and not model.no_weight_tying:
         yield (
-            "use_bias_in_output: an output matrix that is the embedding has no bias; set"
-            " no_weight_tying: true, or drop this"
+            "use_bias_in_output: the output matrix has no bias if it is the embedding; set"
+            " no_weight_tying: true, or remove use_bias_in_output"
         )
     kinds = layers_of_kinds(model)
     for key in model.layer_args.keys() - options_of_layers(kinds):
-        yield f"layer_args: {key}: none of the layers ({', '.join(kinds)}) takes it; drop this"
+        yield f"layer_args: {key}: no layer ({', '.join(kinds)}) has this option; remove it"
     try:
         for name in kinds:
             layer_called(name).sizes(model)
@@ -94,7 +94,7 @@ def _model(model: Model) -> Faults:
 
 
 def _encoding(model: Model, position: Position, attention: Attention, parallel: Parallel) -> Faults:
-    """Build the encoding, which alone knows its options and what it can do."""
+    """Build the encoding, because only the encoding knows its options and abilities."""
     default = type(position).model_fields["pos_emb"].default
     other = "pos_emb" if position.pos_emb != default else "pos_emb_args"
     if position.pos_emb_layers and (position.pos_emb != default or position.pos_emb_args):
@@ -107,16 +107,13 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
     }
     for key, (pattern, layers) in patterns.items():
         if len(pattern) > layers:
-            yield (
-                f"{key}: {len(pattern)} entries are too many for {layers} layer(s);"
-                " leave entries out"
-            )
+            yield (f"{key}: {len(pattern)} entries are too many for {layers} layer(s); remove some")
     if attention.window_layers and attention.window is not None:
         yield contradiction("window", "window_layers")
     if attention.reset_position_ids and not attention.reset_attention_mask:
         yield (
             "reset_position_ids: needs reset_attention_mask: true, because the distance to a token"
-            " of another document would mean nothing; set both, or neither"
+            " of another document would be meaningless; set both or neither"
         )
     heads = model.num_attention_heads
     try:
@@ -125,7 +122,7 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
             options_of(entry.name)
         kinds = [layer_called(name) for name in layers_of_kinds(model)]
         shape = shape_of(model)
-        # Drawing first values must not move the caller's generator.
+        # Drawing initial values must not advance the caller's random generator.
         with torch.random.fork_rng(devices=[]), Outline():
             encodings = [build(entry.name, shape, **entry.options) for entry in entries]
         several = len({str(entry) for entry in entries}) > 1
@@ -133,7 +130,7 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
             if several and encoding.changes_embeddings:
                 raise UserError(
                     f"pos_emb_layers: {entry} adds positions to the embeddings, which all layers"
-                    " read; give all layers this encoding, or leave it out"
+                    " read; use this encoding for all layers or for none"
                 )
             kv_heads = min(model.num_key_value_heads or heads, heads // model.heads_per_query)
             encoding.check_heads(kv_heads, model.heads_per_query)
@@ -148,18 +145,19 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
                 encoding.check_parts()
                 if attention.paper_precision:
                     raise UserError(
-                        "paper_precision: sums that ranks share would be rounded in another order"
-                        " than one rank's; set it to false, or context_parallel_size to 1"
+                        "paper_precision: several ranks would round their sums in a different"
+                        " order than a single rank; set it to false, or set context_parallel_size"
+                        " to 1"
                     )
-    except (UserError, RuntimeError) as fault:  # torch's is about a tensor that no memory holds
+    except (UserError, RuntimeError) as fault:  # torch's: a tensor is too large
         yield str(fault)
 
 
 def _training(model: Model, data: Data, training: Training, parallel: Parallel) -> Faults:
     if training.torch_compile is True and parallel.zero_stage == 3:
         yield (
-            "torch_compile: compiles again for every hook of ZeRO stage 3 until it gives up;"
-            " use stage 2, or set false"
+            "torch_compile: recompiles for every hook of ZeRO stage 3 until it gives up; use stage"
+            " 2, or set torch_compile to false"
         )
     key, before = "seq_length_schedule", 0
     schedule = training.seq_length_schedule
@@ -167,31 +165,31 @@ def _training(model: Model, data: Data, training: Training, parallel: Parallel) 
         length = stage.seq_length or model.seq_length
         if model.seq_length % length:
             yield (
-                f"{key}: {length} does not divide seq_length = {model.seq_length}, whose windows"
-                " are cut into equal ones; give a length that does"
+                f"{key}: {length} does not divide seq_length = {model.seq_length}, and windows are"
+                " cut into equal parts; give a divisor of it"
             )
         if stage.until is None and (stage is not schedule[-1] or length < model.seq_length):
-            yield f"{key}: only a last stage with all of seq_length needs no until; give it"
+            yield f"{key}: has no until, which only a last stage with all of seq_length may omit"
         elif stage.until is not None and stage.until <= before:
-            yield f"{key}: until {stage.until} comes after {before}; give rising steps"
+            yield f"{key}: until {stage.until} comes after {before}; sort the stages by until"
         before = stage.until or before
     if 0 < training.train_iters <= before:
         yield (
-            f"{key}: lasts for all {training.train_iters} steps, so none has seq_length; end it"
-            " earlier"
+            f"{key}: covers all {training.train_iters} steps, so none is left for the whole"
+            " seq_length; end it earlier"
         )
     if schedule and (data.data_path or "").startswith(TASK_PREFIX):
-        yield f"{key}: cuts windows, and a window of a task is one problem; drop it"
+        yield f"{key}: cuts windows, but each window of a task is one problem; remove it"
     if schedule and training.torch_compile is True:
-        yield f"{key}: torch_compile compiles for one length; drop one of them"
+        yield f"{key}: torch_compile compiles for a single length; remove one of the two keys"
 
 
 def _stages(
     model: Model, position: Position, attention: Attention, training: Training, parallel: Parallel
 ) -> Faults:
-    """Each stage is a configuration of its own, whose encoding the one before can become."""
+    """Check each stage as a configuration, and whether the encoding can change to it."""
     if not training.seq_length_schedule or any(_encoding(model, position, attention, parallel)):
-        return  # what is wrong is reported already
+        return  # this fault is reported already
     with torch.random.fork_rng(devices=[]), Outline():
         encodings = [
             build(entry.name, shape_of(model), **entry.options) for entry in entries_of(position)
@@ -211,24 +209,24 @@ def _stages(
 
 
 def _sharing(model: Model, data: Data, training: Training, parallel: Parallel) -> Faults:
-    """An evaluation compiles nothing, exchanges by all_gather, and may have whole windows."""
+    """Evaluation never compiles, always uses all_gather, and may have undivided windows."""
     size, heads = parallel.context_parallel_size, model.num_attention_heads
     stages = [stage.seq_length for stage in training.seq_length_schedule]
     for length in {model.seq_length, data.seq_length_val, *stages} - {None}:
         if length % size:
             yield (
-                f"context_parallel_size: {size} ranks cannot share {length} tokens equally; take a"
-                " length that it divides"
+                f"context_parallel_size: {length} tokens cannot be divided equally among {size}"
+                " ranks; choose a multiple of it as length"
             )
     if parallel.cp_comm_type == "a2a" and heads % size:
         yield (
-            f"context_parallel_size: {size} ranks cannot share num_attention_heads = {heads}"
-            " equally; set cp_comm_type: all_gather, which shares no heads"
+            f"context_parallel_size: num_attention_heads = {heads} cannot be divided equally among"
+            f" {size} ranks; set cp_comm_type: all_gather, which doesn't divide heads"
         )
     if size > 1 and training.torch_compile is True:
         yield (
-            "torch_compile: compiles no exchange between the ranks of context_parallel_size; set it"
-            " to false"
+            "torch_compile: cannot compile the communication that context_parallel_size needs; set"
+            " it to false"
         )
 
 
@@ -246,8 +244,8 @@ def _optimizer(optimizer: Optimizer, precision: Precision, parallel: Parallel) -
     is_cut = precision.dtype != "fp32" or parallel.zero_stage > 0
     if optimizer.optimizer.type == "Muon" and is_cut:
         yield (
-            "optimizer.type: Muon turns whole matrices, and ZeRO, with which bf16 and fp16 run,"
-            " cuts them; set zero_optimization.stage: 0 and precision: fp32, or type: Adam"
+            "optimizer.type: Muon needs whole matrices, but bf16 and fp16 run with ZeRO, which"
+            " divides them; set zero_optimization.stage: 0 and precision: fp32, or type: Adam"
         )
     if optimizer.min_lr > optimizer.lr:
         yield (
@@ -256,10 +254,10 @@ def _optimizer(optimizer: Optimizer, precision: Precision, parallel: Parallel) -
         )
     is_wsd = optimizer.lr_decay_style == "wsd"
     if is_wsd and optimizer.lr_schedule != "standard":
-        yield "lr_decay_style: wsd is none of lr_schedule: neox-2022; set lr_schedule: standard"
+        yield "lr_decay_style: wsd needs lr_schedule: standard, not neox-2022; change one of them"
     for key in ("lr_wsd_decay_iters", "lr_wsd_decay_style"):
         if not is_wsd and getattr(optimizer, key) != type(optimizer).model_fields[key].default:
-            yield f"{key}: belongs to lr_decay_style: wsd; set that, or drop this"
+            yield f"{key}: only works with lr_decay_style: wsd; set that, or remove this key"
     steps, decay = optimizer.lr_decay_iters, optimizer.lr_wsd_decay_iters
     if is_wsd and steps and decay + optimizer.warmup * steps > steps:
         yield (
@@ -271,11 +269,11 @@ def _optimizer(optimizer: Optimizer, precision: Precision, parallel: Parallel) -
 def _data(data: Data, training: Training) -> Faults:
     path, named = data.data_path, [key for key in CORPORA if getattr(data, key)]
     if data.task_args and not (path or "").startswith(TASK_PREFIX):
-        yield "task_args: belong to a task; give data_path=task:NAME beside them"
+        yield "task_args: are the options of a task, but no task is set; add data_path=task:NAME"
     if path and named:
         yield (
-            f"data_path: one corpus whose parts split divides; whole corpora are {named[0]}; drop"
-            " one kind, such as with data_path=null"
+            f"data_path: names one corpus for all parts (divided by split), and {named[0]} names"
+            " whole corpora; keep only one, for example with data_path=null"
         )
     for part in PARTS:
         key = f"{part}_data_weights"
@@ -291,11 +289,11 @@ def _data(data: Data, training: Training) -> Faults:
     for key in ("data_path", *CORPORA):
         for prefix in as_list(getattr(data, key)):
             if prefix.endswith((".bin", ".idx")):
-                yield f"{key}: {prefix} is a file; give the prefix {prefix[:-4]}"
+                yield f"{key}: {prefix} is a file name; give the prefix {prefix[:-4]}"
             if key in CORPORA[1:] and place_of(prefix) in trained:
                 yield (
-                    f"{key}: {prefix} is trained on too (train_data_paths), so a loss there says"
-                    " nothing of new text; prepare text that is held out"
+                    f"{key}: {prefix} is also used for training (train_data_paths), so its loss"
+                    " says nothing about new text; prepare held-out text"
                 )
     try:
         parse_split(data.split)
@@ -319,21 +317,21 @@ CHECKS: tuple[Callable[..., Faults], ...] = (
     _data,
     _launch,
 )
-"""Each takes the sections that its parameters name."""
+"""Each check gets the sections that its parameters name."""
 
 
 def zero_that_runs(sections: dict[str, Any], merged: Mapping[str, Any], report: Report) -> None:
-    """Set the stage as it runs: bf16 and fp16 need at least ZeRO stage 1.
+    """Set the ZeRO stage that is really used: bf16 and fp16 need at least stage 1.
 
-    merged: the keys that are set; a note says if a stage among them is not the one that runs.
+    merged: the keys that were set; a note says if the stage among them is not the one that is used.
     """
     parallel, dtype = sections["parallel"], sections["precision"].dtype
     if parallel.zero_stage > 0 or dtype == "fp32":
         return
     if "stage" in merged.get("zero_optimization", {}):
         report.note(
-            f"zero_optimization.stage: 0 runs as 1 with {dtype}: from there on DeepSpeed"
-            " has float32 gradients for bf16 and hands out its float32 master weights"
+            f"zero_optimization.stage: 0 runs as 1 with {dtype}: stage 1 has float32 gradients for"
+            " bf16 and gives access to the float32 master weights"
         )
     stage_1 = parallel.zero_optimization.model_copy(update={"stage": 1})
     sections["parallel"] = parallel.model_copy(update={"zero_optimization": stage_1})

@@ -1,6 +1,6 @@
-"""Spellings of GPT-NeoX, KERPLE, MEP and DAPE: what each means here, or why it has no effect.
+"""Spellings of GPT-NeoX, KERPLE, MEP and DAPE: what each one means here, or why it has no effect.
 
-legacy.yml lists all that needs no computation.
+legacy.yml lists everything that needs no computation.
 """
 
 import re
@@ -27,17 +27,17 @@ AFTER_MERGE: dict[str, str] = SPELLINGS["after_merge"]
 OPTIONS: dict[str, str] = SPELLINGS["options"]
 OLD = (*RENAMED, *NO_EFFECT, *OFF, *AFTER_MERGE, "bf16", "attention_config")
 NAMES = {key for key in OLD if "." not in key}
-"""Every key that is none of today's."""
+"""Every old key, which is not in today's schema."""
 CORPORA = ("train_data_paths", "valid_data_paths", "test_data_paths")  # lists of prefixes
 FULL_ATTENTION = {"global", "flash", "all"}  # words of attention_config
 GATED = ("swiglu", "geglu", "geglu_new")  # activations
 ABSENT = object()
 SWITCHES = ("bf16.enabled", "bf16.type", "fp16.enabled", "fp16.type")
-"""Keys that choose a precision inside a mapping."""
+"""Keys inside a mapping that choose the precision."""
 
 
 def _pop(settings: dict[str, Any], key: str) -> Any:
-    """Take away a key, with dots for one inside a mapping; ABSENT if it is not set."""
+    """Remove a (dotted) key and return its value, or ABSENT if it is not set."""
     *parents, name = key.split(".")
     for parent in parents:
         settings = settings.get(parent, {})
@@ -47,7 +47,7 @@ def _pop(settings: dict[str, Any], key: str) -> Any:
 
 
 def translate(source: Mapping[str, Any], report: Report) -> dict[str, Any]:
-    """One source in today's spelling, so that a later source wins whatever the spelling."""
+    """One source in today's spelling, so that a later source wins whatever its spelling."""
     settings = deepcopy(dict(source))
     for old, new in RENAMED.items():
         value = _pop(settings, old)
@@ -64,7 +64,7 @@ def translate(source: Mapping[str, Any], report: Report) -> dict[str, Any]:
     for key, why in (NO_EFFECT | OFF).items():
         value = _pop(settings, key)
         if value is not ABSENT and value and key in OFF:
-            report.fault(f"{key}: {why}; set it to false or drop it")
+            report.fault(f"{key}: {why}; set it to false or remove it")
         elif value is not ABSENT:
             report.no_effect(key, "it is off" if key in OFF else why)
     for key, here in ELSEWHERE.items():
@@ -81,8 +81,8 @@ def translate(source: Mapping[str, Any], report: Report) -> dict[str, Any]:
             settings.pop(key.replace("paths", "weights"), None)
         settings["data_path"] = corpora.pop()
         report.note(
-            f"{', '.join(CORPORA)}: mean data_path, whose parts split divides; GPT-NeoX would"
-            " validate on the text of the training"
+            f"{', '.join(CORPORA)}: means data_path, which split divides into parts; GPT-NeoX"
+            " would validate on the training text"
         )
 
     if "attention_config" in settings:
@@ -92,8 +92,8 @@ def translate(source: Mapping[str, Any], report: Report) -> dict[str, Any]:
             report.no_effect("attention_config", "global and flash are full attention")
         else:
             report.fault(
-                f"attention_config: {value} is not offered, only global and flash, which need no"
-                " key; for windows of layers write window_layers: [256, null]"
+                f"attention_config: {value} is not supported, only global and flash, which need no"
+                " key here; for layers with windows write window_layers: [256, null]"
             )
 
     name = settings.get("pos_emb")
@@ -118,7 +118,7 @@ def translate(source: Mapping[str, Any], report: Report) -> dict[str, Any]:
 
 
 def _precision(settings: dict[str, Any], report: Report) -> None:
-    """All older ways to choose a precision become `precision`; `fp16` keeps the loss scaling."""
+    """Turn all older ways to choose a precision into `precision`; `fp16` keeps the loss scaling."""
     chosen = {}  # precision by the setting that chooses it
     off = ""
     if isinstance(settings.get("precision"), str):
@@ -163,9 +163,10 @@ def _listed(options: Mapping[str, Any]) -> str:
 def complete_recipe(
     sources: Iterable[Mapping[str, Any]], merged: dict[str, Any], report: Report
 ) -> None:
-    """Give a recipe of 2022, as KERPLE's and MEP's, its learning rate schedule.
+    """Give recipes of 2022, such as KERPLE's and MEP's, the learning rate schedule of that time.
 
-    `fp16: {type: bfloat16}` marks it: no later GPT-NeoX reads it so, and none of our files has it.
+    `fp16: {type: bfloat16}` marks such a recipe: later versions of GPT-NeoX don't accept it, and
+    none of our files has it.
     """
     halves = [source.get("fp16") for source in sources]
     if not any(isinstance(fp16, dict) and "bf" in str(fp16.get("type")) for fp16 in halves):
@@ -173,43 +174,44 @@ def complete_recipe(
     if "lr_schedule" not in merged:
         merged["lr_schedule"] = "neox-2022"
         report.note(
-            "lr_schedule: neox-2022, as the files are of 2022 (fp16.type: bfloat16);"
-            " set lr_schedule: standard for today's"
+            "lr_schedule: neox-2022 is used because the files are from 2022 (fp16.type: bfloat16);"
+            " set lr_schedule: standard for today's schedule"
         )
     if not merged.get("paper_precision"):
         report.note(
             "of 2022: positions, distances, biases and the softmax are float32 here; the forks"
-            " rounded them to bfloat16, and paper_precision: true does so with all but the softmax"
+            " rounded them to bfloat16, which paper_precision: true does too, except for the"
+            " softmax"
         )
 
 
 def fold(merged: dict[str, Any], options: set[str], report: Report) -> None:
-    """Old keys whose meaning depends on other keys; the chosen encoding takes `options`."""
+    """Translate old keys whose meaning depends on other keys; `options`: of the chosen encoding."""
     epsilon = merged.pop("rms_norm_epsilon", None)
     if epsilon is not None and merged.get("norm") == "rmsnorm":
         merged["layernorm_epsilon"] = epsilon
-        report.note(f"rms_norm_epsilon: {epsilon} means layernorm_epsilon, as norm is rmsnorm")
+        report.note(f"rms_norm_epsilon: {epsilon} means layernorm_epsilon, because norm is rmsnorm")
     elif epsilon is not None:
         report.no_effect("rms_norm_epsilon", "norm is not rmsnorm")
 
     multiple, width = merged.pop("mlp_multiple_of", None), merged.get("intermediate_size")
     if isinstance(multiple, int) and isinstance(width, int) and merged.get("activation") in GATED:
-        # A gate is a second matrix of that width, and both have two thirds of the numbers.
+        # A gate is a second matrix of this width, so each has two thirds of the usual width.
         half = int(width * 2 / 3) // 2
         merged["intermediate_size"] = -(-half // multiple) * multiple
         report.note(
             f"intermediate_size: {width} with mlp_multiple_of: {multiple} means"
-            f" {merged['intermediate_size']}, which GPT-NeoX makes of it where there is a gate"
+            f" {merged['intermediate_size']}, as GPT-NeoX computes it for gated activations"
         )
     elif multiple is not None:
         report.fault(
-            "mlp_multiple_of: needs intermediate_size and a gated activation; write the"
-            " intermediate_size that it leads to"
+            "mlp_multiple_of: needs intermediate_size and a gated activation; set the resulting"
+            " intermediate_size instead"
         )
 
     name = merged.get("pos_emb")
     args = merged.get("pos_emb_args") or {}
-    if not isinstance(args, dict):  # it is reported with the other keys
+    if not isinstance(args, dict):  # reported with the other keys
         return
     args = dict(args)
     for old, option in OPTIONS.items():
@@ -226,7 +228,7 @@ def fold(merged: dict[str, Any], options: set[str], report: Report) -> None:
             report.fault(contradiction(old_setting, setting))
     if "alibi_scaling" in merged:
         scaling = merged.pop("alibi_scaling")
-        meant = None  # options that are what the MEP fork made of it
+        meant = None  # the options that the MEP fork derived from it
         if {"rotary_pct", "base"} <= options:
             # 0 is plain, 1 is NTK-by-parts with factor 1, which is plain, all else is YaRN.
             meant = {} if scaling in (0, 1) else {"scaling": "yarn", "factor": 2.0} | args
@@ -237,13 +239,13 @@ def fold(merged: dict[str, Any], options: set[str], report: Report) -> None:
             if isinstance(slope, int | float) and isinstance(scaling, int):
                 meant = {"slope_factor": slope * (2**scaling if scaling < 10 else scaling)}
         if meant is None:
-            why = f"the MEP fork does not use it for {name} either"
+            why = f"the MEP fork doesn't use it for {name} either"
             report.no_effect("alibi_scaling", why)
         else:
             args |= meant
             report.note(
                 f"alibi_scaling: {scaling} meant {_listed(meant) or f'plain {name}'} in the MEP"
-                " fork, which is what it is here"
+                " fork, and means the same here"
             )
     if args:
         merged["pos_emb_args"] = args

@@ -1,4 +1,4 @@
-"""From files and overrides to one checked Config; every fault in a single message."""
+"""Turn files and overrides into one checked Config; all faults are in a single message."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -44,17 +44,17 @@ REPLACED = {
     "window": ["window_layers"],
     "window_layers": ["window"],
 }
-"""What a key replaces of earlier sources."""
+"""The keys of earlier sources that a key replaces."""
 Source = tuple[str, dict[str, Any]]  # the name of a file or COMMAND_LINE, and what it sets
 
 
 def load(
     paths: Sequence[str | Path], overrides: Sequence[str] = (), *, trains: bool = True
 ) -> Config:
-    """Merge YAML files from left to right and lay `key=value` words over them.
+    """Merge YAML files from left to right, then apply `key=value` words.
 
-    trains: False for an evaluation, which may have what only a training cannot do
-    Raises UserError with every fault at once.
+    trains: False for an evaluation, which skips the checks that only matter for training
+    Raises UserError that lists all faults at once.
     """
     report = Report()
     sources = [_read(path, report) for path in paths]
@@ -72,8 +72,8 @@ def load(
     origins: dict[str, str] = {}
     patterns = [settings["layers"] for _, settings in sources if "layers" in settings]
     try:
-        # What the user's file registers may be what pos_emb names, and what the kinds of layers
-        # take are keys as well: without them nothing else can be checked.
+        # pos_emb may name what the user's file registers, and the options of layer kinds are keys
+        # too, so both come before all other checks.
         code = _run_user_file(sources)
         options = options_of_layers(map(str, as_list(patterns[-1] if patterns else None)))
     except UserError as fault:
@@ -88,7 +88,7 @@ def load(
         replaced = [key for winner in REPLACED.keys() & later.keys() for key in REPLACED[winner]]
         replaced = [key for key in replaced if key not in later]
         if encoding is not None and later.get("pos_emb", encoding) != encoding:
-            replaced.append("pos_emb_args")  # they are those of the earlier encoding
+            replaced.append("pos_emb_args")  # these are the options of the earlier encoding
         for key in replaced:
             if value := merged.pop(key, None):
                 report.note(f"{key}: {value} is dropped, because {name} replaces it")
@@ -109,7 +109,7 @@ def load(
 
     is_task = str(merged.get("data_path")).startswith(TASK_PREFIX)
     if "split" in chosen and (is_task or merged.get("train_data_paths")):
-        report.no_effect("split", "it divides one corpus, no task and no train_data_paths")
+        report.no_effect("split", "it only divides a single corpus, not a task or train_data_paths")
     for key, value in merged.items():
         if fault := control_fault(value):
             report.fault(f"{key}: {fault}")
@@ -130,7 +130,7 @@ def load(
 
 
 def expanded_all(value: Any) -> Any:
-    """A path of the user's, a list of them, or a text with commas, with ~ and $NAME replaced."""
+    """A user's path, a list of paths or a comma-separated text, with ~ and $NAME expanded."""
     if isinstance(value, list):
         return [expanded_all(part) for part in value]
     if not isinstance(value, str):
@@ -139,7 +139,7 @@ def expanded_all(value: Any) -> Any:
 
 
 def _read(path: str | Path, report: Report) -> Source:
-    """A file with what it sets; one that cannot be read is a fault."""
+    """A file and what it sets; an unreadable file is reported as a fault."""
     try:
         file = find_file(path)
         settings = read_file(file)
@@ -161,16 +161,16 @@ def _is_checkpoint(source: str) -> bool:
 
 
 def _run_user_file(sources: Sequence[Source]) -> str | None:
-    """Register the encodings of the file that the last source with this key names; return its text.
+    """Register the encodings of pos_emb_file (of the last source that sets it) and return its text.
 
-    None if no source names a file. Raises UserError if the file cannot be run or, for a source that
-    is a checkpoint's config.yml, if the user has not had the same text run.
+    None if no source names a file. Raises UserError if the file cannot be run, or if a checkpoint's
+    config.yml names it and the user hasn't allowed the same text to run.
     """
     naming = [(name, settings[USER_FILE]) for name, settings in sources if USER_FILE in settings]
     if not naming:
         return None
     source, path = naming[-1]
-    if not isinstance(path, str):  # the section `position` refuses what is not text
+    if not isinstance(path, str):  # the section `position` rejects what is not text
         return None
     if not _is_checkpoint(source):
         return load_file(path)
@@ -184,14 +184,14 @@ def _run_user_file(sources: Sequence[Source]) -> str | None:
     if syntax_fingerprint(text) in FILES:
         return text
     raise UserError(
-        f"{USER_FILE}: {copy} defines this checkpoint's encoding; code that lies in a"
-        f" checkpoint is not run unasked: read it, then write {USER_FILE}={copy} on the command"
+        f"{USER_FILE}: {copy} defines this checkpoint's encoding, but code inside a checkpoint"
+        f" never runs without your consent: read it, then write {USER_FILE}={copy} on the command"
         f" line (to a tool --from {copy}), or name your own file with the same code"
     )
 
 
 def _settings(values: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The keys that are set, by their names with dots."""
+    """The keys that are set, by their dotted names."""
     names = []
     for key, value in values.items():
         name = prefix + key
@@ -203,13 +203,13 @@ def _settings(values: Mapping[str, Any], prefix: str = "") -> list[str]:
 
 
 def _sections(merged: dict[str, Any], report: Report) -> dict[str, Any]:
-    """The sections that have no fault in themselves; the faults of the others are reported."""
-    incomplete = bool(report.faults)  # if a source could not be read, its keys are not missing
+    """The sections that are valid by themselves; faults of the others are reported."""
+    incomplete = bool(report.faults)  # keys of an unreadable source don't count as missing
     names = [*KEYS, *(key.name for key in all_keys()), *NAMES, *SWITCHES]
     for key in merged:
         if key not in KEYS:
             report.fault(no_such_key(key, names))
-    # A follower is wrong only because its leader is.
+    # A follower is only wrong because its leader is wrong.
     followers = set()
     for key in all_keys():
         if key.follows and merged.get(key.name) is None:

@@ -1,4 +1,4 @@
-"""Faults and notes of a configuration, in words that say what to write instead."""
+"""Messages about a configuration: faults and notes that say what to write instead."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -9,11 +9,11 @@ from pydantic import ValidationError
 from megatron.errors import UserError, closest
 
 WHY = {
-    "attention_dropout": "the attention backends compute no dropout on probabilities",
-    "pipe_parallel_size": "there are no pipeline stages: to divide the layers' memory, set"
-    " zero_optimization.stage: 3, and tools/export_checkpoint.py takes a model to frameworks that"
-    " have them",
-    "tokenizer_type": "convert others to a tokenizer.json for HFTokenizer",
+    "attention_dropout": "the attention backends have no dropout on probabilities",
+    "pipe_parallel_size": "pipeline stages are not supported; to divide the layers' memory, set"
+    " zero_optimization.stage: 3, and for frameworks that have them, use"
+    " tools/export_checkpoint.py",
+    "tokenizer_type": "convert other tokenizers to a tokenizer.json for HFTokenizer",
 }
 EXPECTED = {  # pydantic's kind of error -> what the key takes
     "int_type": "a whole number",
@@ -38,7 +38,7 @@ EXPECTED = {  # pydantic's kind of error -> what the key takes
 
 
 class Report:
-    """Faults and notes, each once and in the order in which they come up."""
+    """Faults and notes, each listed once, in order of appearance."""
 
     def __init__(self) -> None:
         self.faults: dict[str, None] = {}
@@ -55,18 +55,18 @@ class Report:
 
 
 def bad_configuration(sources: Sequence[str], faults: Iterable[str]) -> UserError:
-    """One error for all faults, under the sources they come from."""
+    """One error that lists all faults under the sources they come from."""
     names = ", ".join(sources) or "nothing given"
     return UserError("\n  ".join([f"bad configuration ({names})", *faults]))
 
 
 def contradiction(*settings: str) -> str:
-    """A fault of settings that exclude each other."""
+    """The fault of settings that exclude each other."""
     return f"{' and '.join(settings)} contradict each other; keep one of them"
 
 
 def no_such_key(key: str, names: Sequence[str]) -> str:
-    """The line about a key that does not exist; names: of those that do."""
+    """The message about a key that doesn't exist; names: the existing keys."""
     nested = [name for name in names if name.endswith(f".{key}")]
     match = nested[0] if nested else closest(key[:80], names)
     hint = f"did you mean {match}?" if match else "configs/README.md lists all keys"
@@ -76,7 +76,7 @@ def no_such_key(key: str, names: Sequence[str]) -> str:
 def lines(error: ValidationError, names: Sequence[str]) -> list[tuple[str, str, str]]:
     """(key of the section, pydantic's kind of error, line) of each key with a fault.
 
-    A line has the key as it is written in YAML, and all kinds of values that the key takes.
+    A line names the key as it is written in YAML, and all kinds of values that it takes.
     names: keys that exist, with dots for nested ones
     """
     by_key: dict[str, list[Any]] = {}
@@ -89,7 +89,7 @@ def lines(error: ValidationError, names: Sequence[str]) -> list[tuple[str, str, 
     for key, details in by_key.items():
         kind, value = details[0]["type"], details[0]["input"]
         if kind == "missing":
-            line = f"{key}: not given, and every model needs it"
+            line = f"{key}: is not set, and every model needs it"
         elif kind == "extra_forbidden":
             line = no_such_key(key, names)
         else:

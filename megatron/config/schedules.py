@@ -1,6 +1,7 @@
-"""Shapes of a decay of the learning rate, by the names of `lr_decay_style`.
+"""Shapes of the learning rate's decay, by the names that `lr_decay_style` accepts.
 
-A shape is the share of the peak that is left, from 1 to 0, at a share of the decay's steps.
+A shape maps the fraction of the decay's steps that are done to a fraction of the peak rate, from 1
+to 0.
 """
 
 import math
@@ -34,4 +35,5 @@ SHAPES: dict[str, Callable[[float], float]] = {
     "exponential": exponential,
     "minus_sqrt": minus_sqrt,
 }
-"""The last two, and their names, are Megatron-LM's. `wsd` takes the shape of lr_wsd_decay_style."""
+"""The last two shapes and their names are Megatron-LM's. `wsd` uses the shape
+lr_wsd_decay_style."""

@@ -1,4 +1,4 @@
-"""From files and `key=value` words to plain dictionaries with underscored keys."""
+"""Read files and `key=value` words into plain dictionaries with underscored keys."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from megatron.errors import closest, in_words
 from megatron.files import read_small
 from megatron.strict_yaml import parse
 
-MOST_BYTES = 200_000  # of one file; the largest shipped one has 5,000
+MOST_BYTES = 200_000  # of one file; our largest has 5,000
 OVERRIDE = re.compile(r"([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
 SUFFIXES = ("", ".yml", ".yaml")
 TEXT = (str, str | None)  # annotations of keys that hold a text
@@ -20,14 +20,14 @@ COMMENT = re.compile(r"(^|\s)#")
 
 
 def is_override(word: str) -> bool:
-    """Whether a word of the command line is `key=value` rather than the name of a file."""
+    """Whether a command line word is `key=value` rather than a file name."""
     return OVERRIDE.fullmatch(word) is not None
 
 
 def find_file(path: str | Path) -> Path:
-    """The configuration file that `path` means, with or without its .yml.
+    """The configuration file for `path`, with or without the suffix .yml.
 
-    Raises ValueError with the names that were tried.
+    Raises ValueError that lists the names that were tried.
     """
     # os.path, not Path's methods: these raise for a name that is too long.
     for suffix in SUFFIXES:
@@ -35,7 +35,7 @@ def find_file(path: str | Path) -> Path:
         if os.path.isfile(candidate):
             return candidate
     if os.path.exists(path):
-        raise ValueError(f"{path}: is no file; name the files of a folder, or give it as -d {path}")
+        raise ValueError(f"{path}: is not a file; name the files in it, or give it as -d {path}")
     folder = Path(path).parent
     match = closest(f"{Path(path).name}.yml", [file.name for file in folder.glob("*.y*ml")])
     hint = f"; did you mean {folder / match}?" if match else f", nor {path}.yml"
@@ -54,14 +54,14 @@ def read_file(path: Path) -> dict[str, Any]:
     except ValueError as fault:
         raise ValueError(f"{path}: {fault}") from None
     if not isinstance(value, dict | None):
-        raise ValueError(f"{path}: holds no `key: value` lines, but {value!r:.80}")
+        raise ValueError(f"{path}: must contain `key: value` lines, but contains {value!r:.80}")
     return value or {}
 
 
 def read_overrides(words: Sequence[str], add_fault: Callable[[str], None]) -> dict[str, Any]:
-    """`key=value` words as one dictionary; `a.b=1` makes `a` a Nested with the entry `b`.
+    """`key=value` words as one dictionary; `a.b=1` turns `a` into a Nested with the entry `b`.
 
-    add_fault takes a message for each word that cannot be read.
+    add_fault is called with a message for each word that cannot be read.
     """
     settings: dict[str, Any] = {}
     for word in words:
@@ -75,7 +75,7 @@ def read_overrides(words: Sequence[str], add_fault: Callable[[str], None]) -> di
         holds_text = holds_text and SECTIONS[KEYS[key]].model_fields[key].annotation in TEXT
         is_plain = text[:1] not in "[{'\"" and text not in ("null", "~")
         if is_plain and (holds_text or COMMENT.search(text)):
-            text = json.dumps(text)  # save="runs/a #2", save=1235 and save="runs/a: b" name folders
+            text = json.dumps(text)  # folders: save="runs/a #2", save=1235, save="runs/a: b"
         try:
             value = parse(text)
         except ValueError as fault:
@@ -91,11 +91,11 @@ def read_overrides(words: Sequence[str], add_fault: Callable[[str], None]) -> di
 
 
 class Nested(dict):
-    """A dictionary made of dotted words: it changes single entries of earlier sources."""
+    """A dictionary made from dotted words: it changes single entries of earlier sources."""
 
 
 def merge(earlier: Any, later: Any) -> Any:
-    """`earlier` as `later` changes it: a Nested changes single entries, all else replaces."""
+    """`earlier` updated by `later`: a Nested changes single entries, anything else replaces."""
     if not isinstance(later, Nested):
         return later
     merged = dict(earlier) if isinstance(earlier, dict) else {}

@@ -1,1 +1,5 @@
-"""What every encoding must keep: one set of checks for tools/check_encoding.py and the tests."""
+"""What every encoding must keep: checks of ours and of anybody's, for commands and tests."""
+
+from megatron.conformance.anybody import check
+
+__all__ = ["check"]

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -50,8 +50,13 @@ def examine(subject: Subject, checks: Sequence[Check] | None = None) -> list[Fin
     wrong name or option of the encoding, what the user's own file raises, and a lack of memory.
     """
     subject.position()
+    return examine_in_order(subject, CHECKS if checks is None else checks)
+
+
+def examine_in_order(subject: Any, checks: Sequence[Callable[[Any], Finding]]) -> list[Finding]:
+    """The findings of checks of one subject; see `examine`."""
     findings = []
-    for check in CHECKS if checks is None else checks:
+    for check in checks:
         try:
             finding = check(subject)
         except WrongEncoding as wrong:  # others would only say the same
@@ -66,7 +71,7 @@ def examine(subject: Subject, checks: Sequence[Check] | None = None) -> list[Fin
     return findings
 
 
-def title(check: Check) -> str:
+def title(check: Callable[[Any], Finding]) -> str:
     """The sentence that a check tries: the first line of its docstring."""
     first_line = (check.__doc__ or "").split("\n")[0]
     return first_line.rstrip(".")

@@ -1,8 +1,9 @@
 """A small encoding to be checked, what its hooks do, and the finding of a check."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -41,6 +42,16 @@ def at_most(allowed: float, worst: float, measured: str = "largest difference") 
     if worst <= allowed:
         return Finding(HOLDS, f"{measured} {worst:.1e}")
     return Finding(FAILS, f"{measured} {worst:.1e}, allowed {allowed:g}")
+
+
+def table(findings: Sequence[Finding], columns: int = 100) -> str:
+    """A line for each finding, wrapped: verdict, what was checked, numbers."""
+    width = max(len(finding.check) for finding in findings)
+    lines = []
+    for finding in findings:
+        line = f"  {finding.verdict:4}  {finding.check:{width}}  {finding.detail}"
+        lines.append(fill(line, columns, subsequent_indent=" " * (width + 10)))
+    return "\n".join(lines)
 
 
 def largest_difference(first: Tensor, second: Tensor) -> float:

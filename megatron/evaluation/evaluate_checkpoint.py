@@ -271,7 +271,9 @@ def measured_rows(
                     write_results(job.output, [row])  # at once: the longest length may fail
                 rows[job.output].append(row)
                 if grid.first and not brief:
-                    spent = f"{row['seconds']:.1f} s" if is_new else "kept from an earlier call"
+                    spent = (
+                        f"{row.get('seconds', 0):.1f} s" if is_new else "kept from an earlier call"
+                    )
                     protocol, count = facts["protocol"], row["windows"]
                     logger.info(f"{protocol} {result_at(row)}, {count} windows, {spent}")
             if grid.first and brief:

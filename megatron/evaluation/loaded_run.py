@@ -139,6 +139,10 @@ class LoadedModel:
             facts["float32_matmul_precision"] = torch.get_float32_matmul_precision()
         if origin := imported_class(self.record):
             facts["origin"] = origin
+        if stages := self.trained.training.seq_length_schedule:
+            current = self.trained.training.stage_of(self.record["step"])
+            facts["stage_length"] = (current and current.seq_length) or facts["train_length"]
+            facts["stage_ends"] = [stage.until for stage in stages if stage.until]
         for key in ("parent", "parent_model"):
             if self.record.get(key):
                 facts[key] = self.record[key]

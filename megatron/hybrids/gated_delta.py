@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.attention.encoded import LayerInputs, for_each_query_head, prepare
+from megatron.attention.encoded import LayerInputs, prepare
+from megatron.attention.terms import for_each_query_head
 from megatron.errors import UserError
 from megatron.hybrids.options import chosen_options
 from megatron.layer_kinds import Layer, register_layer

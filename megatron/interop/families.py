@@ -54,7 +54,7 @@ TRAINING_ALONE = (
 
 @dataclass(frozen=True)
 class Family:
-    """One of Hugging Face's classes; families.yml says what each field means."""
+    """A class of Hugging Face's or another trainer's; families.yml says what each field means."""
 
     architecture: str
     model_type: str
@@ -141,20 +141,25 @@ class Family:
         is_known = hasattr(transformers.CONFIG_MAPPING[self.model_type](), key)
         return is_known or key in TABLE["keys_of_every_class"]
 
-    def settings_of(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Our keys and values for a config.json; UserError for what we do not compute."""
+    def filled_in(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """A config.json with all keys that transformers' class has."""
         from transformers import CONFIG_MAPPING  # only here: importing it takes seconds
 
         keys = {key: value for key, value in config.items() if key in self.known_keys}
         try:
-            filled_in = CONFIG_MAPPING[self.model_type].from_dict(self.nested(keys))
+            settings = CONFIG_MAPPING[self.model_type].from_dict(self.nested(keys))
             if self.turns and not self.dimensions:
                 # As its model does: original_max_position_embeddings beside the others counts most.
-                filled_in.standardize_rope_params()
+                settings.standardize_rope_params()
         except Exception as fault:  # it raises many kinds
             reason = " ".join(str(fault).split())
             raise UserError(f"{self.architecture} refuses it ({reason:.300})") from None
-        theirs = {**self.absent, **self.flat(filled_in.to_dict())}
+        return self.flat(settings.to_dict())
+
+    def settings_of(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Our keys and values for a config.json; UserError for what we do not compute."""
+        filled_in = self.filled_in(config) if self.model_type else config
+        theirs = {**self.absent, **filled_in}
 
         for key, value in {CAUSAL: True, **self.only}.items():
             if theirs.get(key, value) != value:
@@ -463,6 +468,12 @@ def parted(tensor: Tensor, model: Architecture) -> list[Tensor]:
     return [part.flatten(0, 1) for part in (queries, keys, values)]
 
 
+def in_three(tensor: Tensor, model: Architecture) -> tuple[Tensor, ...]:
+    """Rows of queries, keys and values, which stand one after the other."""
+    keys = model.key_heads * model.features_of_head
+    return tensor.tensor_split([-2 * keys, -keys])
+
+
 def turned(tensor: Tensor) -> Tensor:
     """GPT-2's Conv1D keeps [columns, rows]; a bias [rows] stays as it is."""
     return tensor if tensor.dim() == 1 else tensor.T
@@ -488,7 +499,7 @@ FORMS = {
         lambda tensor, _: [F.pad(tensor, (0, 0, 2, 0))],
     ),
     "rows_of_heads": MatrixForm(
-        lambda parts, model: fused(parts[0].chunk(3), model),
+        lambda parts, model: fused(in_three(parts[0], model), model),
         lambda tensor, model: [torch.cat(parted(tensor, model))],
     ),
     "columns_of_heads": MatrixForm(

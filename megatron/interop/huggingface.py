@@ -4,7 +4,7 @@ import logging
 import re
 from copy import deepcopy
 from functools import partial
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from megatron.interop.families import (
     Family,
     each_weight,
 )
+from megatron.interop.reference import WRAPPERS
 from megatron.model import GPT, Architecture, from_config
 
 logger = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ def load_class(folder: Path, family: Family, settings: dict[str, Any]) -> Any:
             attn_implementation="eager",  # config.json may ask for one that is not installed
             ignore_mismatched_sizes=True,  # they are in the report
             output_loading_info=True,
-            key_mapping={f"^{re.escape(family.inside)}": ""} if family.inside else None,
+            key_mapping={f"^{re.escape(family.inside)}" if family.inside else WRAPPERS.pattern: ""},
         )
     except Exception as fault:  # it raises many kinds
         raise UserError(
@@ -125,13 +126,9 @@ def load_class(folder: Path, family: Family, settings: dict[str, Any]) -> Any:
     for name, shape, expected in report["mismatched_keys"]:
         faults.append(f"{name} {list(shape)}, not {list(expected)}")
     if faults:
-        cure = "copy the folder again"
-        for name, key in product(report["unexpected_keys"], report["missing_keys"]):
-            if name.endswith(f".{key}"):  # of a model that DDP or torch.compile wrapped
-                cure = f"save them by names without the prefix {name.removesuffix(key)}"
         raise UserError(
             f"{folder}: the weights are not those of its config.json"
-            f" ({'; '.join(sorted(faults)[:8])}) - {cure}"
+            f" ({'; '.join(sorted(faults)[:8])}) - copy the folder again"
         )
     bias_max = settings.get("attn_config.alibi_bias_max")
     if bias_max is not None:  # transformers 5.23 leaves out this argument of its own function

@@ -22,7 +22,7 @@ from megatron.data.tokenizers.tokenizer import description, naming_faults
 from megatron.errors import UserError, cannot_write
 from megatron.files import sha256_of
 from megatron.folder_lock import owned_folder
-from megatron.interop import huggingface, reference
+from megatron.interop import huggingface, reference, trainers
 from megatron.interop.open import (
     HUB_NAME,
     PIECES,
@@ -143,7 +143,7 @@ def import_if_foreign(source: str | Path) -> Path:
 
     It lies in runs/imported under a name that its contents give, so it is imported once.
     """
-    path = Path(source)
+    path = trainers.folder_of(Path(source))
     # A name whose first part is a folder here is a path, whether it exists or not.
     is_on_hub = HUB_NAME.fullmatch(str(source)) and not path.parent.is_dir()
     if not path.is_dir() and not is_on_hub:
@@ -151,7 +151,8 @@ def import_if_foreign(source: str | Path) -> Path:
     folder = local_folder(source)
     kind = kind_of(folder)
     # An encoding of the user's own is imported by the tool alone, whose --from names its file.
-    if kind not in ("huggingface", "exported") or (folder / COPY).exists():
+    with_settings = ("huggingface", "exported", trainers.NANOGPT, trainers.LITGPT)
+    if kind not in with_settings or (folder / COPY).exists():
         return path
     digest = fingerprint(json.dumps(sums_of(kind, folder), sort_keys=True))[:12]
     # Of a model of the hub, the folder is called by its revision.
@@ -168,7 +169,10 @@ def import_if_foreign(source: str | Path) -> Path:
 
 def sums_of(kind: str, folder: Path) -> dict[str, str]:
     """SHA-256 of each file that a foreign source is made of, by its name."""
-    files = sorted(folder.glob(reference.FILES))
+    files = reference.files_of(folder)
+    if kind in trainers.TRAINERS:
+        names = (trainers.TRAINERS[kind]["file"], trainers.SETTINGS, "*.distcp")
+        files = sorted(file for name in names for file in folder.glob(name))
     if kind in ("huggingface", "exported"):
         files = [folder / huggingface.SETTINGS, *huggingface.weight_files(folder)]
         files += paths_of(files_in(folder))

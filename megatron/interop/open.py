@@ -1,4 +1,4 @@
-"""One way into every checkpoint: ours, Hugging Face's, GPT-NeoX's and those of its forks."""
+"""One way into every checkpoint: ours, Hugging Face's, GPT-NeoX's and other trainers'."""
 
 import logging
 import re
@@ -11,7 +11,7 @@ from megatron.checkpoints.read import load_for_evaluation, load_model, read_meta
 from megatron.checkpoints.saved import step_of
 from megatron.config import Config
 from megatron.errors import UserError, in_words, missing_package
-from megatron.interop import huggingface, reference
+from megatron.interop import huggingface, reference, trainers
 from megatron.model import GPT
 
 logger = logging.getLogger(__name__)
@@ -45,8 +45,8 @@ def open_model(source: str | Path, *, config: Config | None = None) -> tuple[GPT
     """A model in float32 and eval mode with its configuration, wherever it comes from.
 
     source: a folder of Hugging Face's, or the name of a model of its hub; a run or
-        checkpoint of ours; a checkpoint of GPT-NeoX, KERPLE or MEP, with its configuration as
-        `config`
+        checkpoint of ours; a checkpoint of nanoGPT or litgpt; one of GPT-NeoX, KERPLE, MEP,
+        torchtitan or flame, with its configuration as `config`
     model(ids [batch, length]) -> logits [batch, length, rows of the source's vocabulary]
     Raises UserError if it cannot be read, or is not what it says. An import compares logits with
     those of transformers. This does not, because it would take twice the memory.
@@ -64,7 +64,7 @@ def open_checkpoint(source: str | Path, config: Config | None = None) -> OpenedM
         raise UserError(
             f"{'; '.join(faults[:SHOWN])} - copy the folder again, or export its checkpoint again"
         )
-    if config is not None and kind not in ("gpt-neox", None):
+    if config is not None and kind not in ("gpt-neox", trainers.DISTRIBUTED, None):
         raise UserError(f"{folder}: has its own configuration - leave the other one out")
     if kind == "ours":
         model, trained, record = load_for_evaluation(folder)
@@ -77,6 +77,9 @@ def open_checkpoint(source: str | Path, config: Config | None = None) -> OpenedM
             )
         model, config = reference.load_reference(folder, config)
         return OpenedModel(kind, folder, model, config, step_of(folder) or 0)
+    if kind in trainers.TRAINERS:
+        model, config, step = trainers.open_folder(folder, kind, config)
+        return OpenedModel(kind, folder, model, config, step)
     if kind == "huggingface":
         model, config, theirs = huggingface.open_folder(folder)
         return OpenedModel(kind, folder, model, config, theirs=theirs)
@@ -91,8 +94,8 @@ def open_checkpoint(source: str | Path, config: Config | None = None) -> OpenedM
         return OpenedModel(kind, folder, model, config, record["step"], record)
     raise UserError(
         f"{folder}: holds no checkpoint that is known here - give a folder with"
-        f" {huggingface.SETTINGS}, a run or global_stepN of ours, or global_stepN of"
-        f" GPT-NeoX with its {reference.FILES}, which pipe_parallel_size: 0 does not write"
+        f" {huggingface.SETTINGS}, a run or global_stepN of ours, global_stepN of GPT-NeoX with"
+        f" its {reference.FILES} or {reference.RANKS}, or another trainer's (docs/importing.md)"
     )
 
 
@@ -105,9 +108,10 @@ def kind_of(folder: Path) -> str | None:
         return "exported" if (folder / SETTINGS).is_file() else "huggingface"
     if (folder / RECORD).exists() or any(folder.glob(f"global_step*/{RECORD}")):
         return "ours"
-    if reference.holds_files(folder):
+    if reference.files_of(folder):
         return "gpt-neox"
-    return "huggingface" if (folder / huggingface.SETTINGS).is_file() else None
+    other = "huggingface" if (folder / huggingface.SETTINGS).is_file() else None
+    return trainers.kind_of(folder) or other  # litgpt, too, has a config.json beside its own file
 
 
 def has_sums(folder: Path) -> bool:
@@ -117,7 +121,7 @@ def has_sums(folder: Path) -> bool:
 
 def local_folder(source: str | Path) -> Path:
     """The folder of a source; a model of the hub is downloaded if need be."""
-    folder, name = Path(source), str(source)
+    folder, name = trainers.folder_of(Path(source)), str(source)
     if folder.is_dir():
         return folder
     on_hub = HUB_NAME.fullmatch(name)
@@ -143,6 +147,7 @@ def local_folder(source: str | Path) -> Path:
         reason = missing_package(fault) or in_words(fault)
         raise UserError(
             f"{folder}: is not a folder here, and cannot be downloaded ({reason}) - check"
-            f" the name, your rights and the network; or run `hf download {name} --local-dir"
-            f" {folder.name}` elsewhere, copy that folder here and give its path"
+            f" the name, your rights and the network; or run `hf download {name} --revision"
+            f" {revision or 'main'} --local-dir {folder.name}` elsewhere, copy that folder here and"
+            " give its path"
         ) from None

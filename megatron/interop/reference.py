@@ -1,7 +1,8 @@
 """Read checkpoints of GPT-NeoX and its forks KERPLE and MEP, joined over tensor-parallel ranks.
 
-A file holds one layer of one rank: layer_02-model_00-model_states.pt. The numbers of layers are
-those of GPT-NeoX's pipeline.
+A file holds one layer of one rank: layer_02-model_00-model_states.pt. Where pipe_parallel_size was
+0 it holds all layers: mp_rank_00_model_states.pt. The numbers of layers are those of GPT-NeoX's
+pipeline.
 """
 
 import logging
@@ -10,8 +11,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +28,12 @@ logger = logging.getLogger(__name__)
 Tensors = dict[str, Tensor]  # by name
 
 FILES = "layer_*-model_*-model_states.pt"
+RANKS = "mp_rank_*_model_states.pt"  # of pipe_parallel_size: 0
+OF_A_LAYER = re.compile(r"^(?:sequential\.(\d+)\.)?(.+)")  # a name, there after its layer's number
+WRAPPERS = re.compile(
+    r"\b(?:(?:module|_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.)+"
+)
+"""What DDP, torch.compile and others put into names of weights."""
 ONE_STAGE = "pipe_parallel_size=1"  # its stages are joined here
 RENAMED = {  # names of newer versions of GPT-NeoX, and those that the forks and we have
     "mlp.linear1.": "mlp.dense_h_to_4h.",
@@ -59,9 +67,9 @@ SAME = 2**-6  # relative; ranks keep copies of norms in bf16, and these may drif
 ROUNDING = 2**-8  # the forks keep fixed tensors in bf16
 
 
-def holds_files(folder: Path) -> bool:
-    """Whether a folder is a checkpoint of GPT-NeoX."""
-    return next(folder.glob(FILES), None) is not None
+def files_of(folder: Path) -> list[Path]:
+    """The files of a checkpoint's weights: those of single layers, else those of ranks."""
+    return sorted(folder.glob(FILES)) or sorted(folder.glob(RANKS))
 
 
 def load_reference(folder: str | Path, config: Config) -> tuple[GPT, Config]:
@@ -136,18 +144,22 @@ def load_reference(folder: str | Path, config: Config) -> tuple[GPT, Config]:
 def read_ranks(folder: Path) -> dict[int, list[Tensors]]:
     """The tensors of each tensor-parallel rank in float32, by the number of the layer."""
     layers: dict[int, dict[int, Tensors]] = defaultdict(dict)
-    for path in sorted(folder.glob(FILES)):
-        layer, rank = (int(number) for number in re.findall(r"\d+", path.name))
-        content = load_plain(path)
-        layers[layer][rank] = {}
-        for name, tensor in content.items():
-            for theirs, ours in RENAMED.items():
-                name = str(name).replace(theirs, ours)
-            layers[layer][rank][name] = tensor.float()
+    for path in files_of(folder):
+        *layer, rank = (int(number) for number in re.findall(r"\d+", path.name))
+        content = plain_content(path)
+        try:
+            for name, tensor in (content if layer else content["module"]).items():
+                [(number, name)] = OF_A_LAYER.findall(WRAPPERS.sub("", name))
+                for theirs, ours in RENAMED.items():
+                    name = name.replace(theirs, ours)
+                tensors = layers[int(number or layer[0])].setdefault(rank, {})
+                tensors[name] = tensor.float()
+        except (AttributeError, LookupError, TypeError):  # another name, or another kind of value
+            raise unreadable(path) from None
     if not layers:
         raise UserError(
             f"{folder}: no layer_NN-model_00-model_states.pt in it - give the folder global_stepN"
-            " itself; where pipe_parallel_size was 0, convert it to Hugging Face's form first"
+            " itself"
         )
     count = 1 + max(max(parts) for parts in layers.values())
     if any(len(parts) < count for parts in layers.values()):
@@ -158,18 +170,30 @@ def read_ranks(folder: Path) -> dict[int, list[Tensors]]:
     return {number: [parts[rank] for rank in range(count)] for number, parts in layers.items()}
 
 
-def load_plain(path: Path) -> Mapping[str, Tensor]:
-    """The tensors in a file of torch.save, on the CPU; UserError if it holds anything else."""
+def plain_content(path: Path) -> Mapping[str, Any]:
+    """What a file of torch.save holds, on the CPU; UserError if code is needed to read it."""
+    rebuild = np.zeros(0).__reduce__()[0]
+    generator = [  # the state of NumPy's, which GPT-NeoX keeps: numbers in an array
+        (rebuild, "numpy.core.multiarray._reconstruct"),
+        (rebuild, "numpy._core.multiarray._reconstruct"),
+        *(np.ndarray, np.dtype, np.dtypes.UInt32DType),
+    ]
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals(generator):
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception:  # torch.load raises a kind of its own for each damage
-        content = None
-    if not isinstance(content, Mapping) or not all(map(torch.is_tensor, content.values())):
-        raise UserError(
-            f"{path}: is damaged, or holds more than the tensors of a layer; code in it is never"
-            " run - copy the checkpoint again"
-        )
+        raise unreadable(path) from None
+    if not isinstance(content, Mapping):
+        raise unreadable(path)
     return content
+
+
+def unreadable(path: Path) -> UserError:
+    """The error for a file that holds something else."""
+    return UserError(
+        f"{path}: is damaged, or holds more than tensors and numbers; code in it is never run -"
+        " copy the checkpoint again"
+    )
 
 
 def joined(ranks: list[Tensors], where: str, bias_on_every_rank: bool) -> Tensors:

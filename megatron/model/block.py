@@ -9,12 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.attention.encoded import (
-    AttentionInputs,
-    LayerInputs,
-    attend_with_encoding,
-    for_each_query_head,
-)
+from megatron.attention.encoded import AttentionInputs, LayerInputs, attend_with_encoding
+from megatron.attention.terms import for_each_query_head
 from megatron.layer_kinds import ATTENTION, Layer, layer_called, register_layer
 from megatron.model.settings import Architecture, ResidualOutput
 from megatron.positions import Position

@@ -80,7 +80,7 @@ def attention_inputs(
         position, method = plan.position, plan.method
         if position not in tables:
             for encoding in (position, *position.inside):
-                encoding.shared = None  # each pass makes its cosines, once for all layers
+                encoding.made.clear()  # each pass makes its cosines, once for all layers
             columns = length if method is None else method.table_length(length)
             tables[position] = (
                 settings.table(position.distance_bias(columns)),

@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -102,14 +101,11 @@ class Position(Float32Module):
     options: Mapping[str, Any] = {}
     # [length] int64: positions to use in place of 0, 1, 2, …, as `randomized` draws them.
     drawn: Tensor | None = None
-    # Of `shared_indices`: its arguments and what else it depends on, `drawn`, and its result.
-    shared: tuple[tuple[Any, ...], Tensor | None, Tensor] | None = None
-    # Of `once`: its inputs and its result.
-    made: tuple[tuple[Any, ...], Any] = ((), None)
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
+        self.made: dict[tuple[Any, ...], Any] = {}  # by `once`
 
     @classmethod
     def joined(cls, options: Mapping[str, Any]) -> tuple[type["Position"], dict[str, Any]]:
@@ -388,29 +384,21 @@ class Position(Float32Module):
             return start + self.distances(length)
         return self.drawn[start : start + length].to(self.origin.dtype)
 
-    def shared_indices(self, start: int, length: int) -> Tensor:
-        """`indices`, the same tensor in all layers of a pass, so that `once` knows it again."""
-        if torch.compiler.is_compiling():
-            return self.indices(start, length)
-        # Autograd refuses tensors that were made in inference mode.
-        mode = torch.is_inference_mode_enabled()
-        place = (start, length, self.origin.device, self.origin.dtype, mode)
-        if self.shared is None or self.shared[0] != place or self.shared[1] is not self.drawn:
-            self.shared = place, self.drawn, self.indices(start, length)
-        return self.shared[2]
-
     def once(self, function: Callable[..., Any], *inputs: Any) -> Any:
-        """`function(*inputs)`, or the last result if all inputs are the same objects as then.
+        """`function(*inputs)`, made once in a pass: layers share positions and cosines.
 
-        So layers share cosines. It serves one function, whose inputs do not learn.
+        Inputs that are tensors must be the same objects. Nothing of it learns.
         """
         if torch.compiler.is_compiling():
             return function(*inputs)
-        earlier, result = self.made
-        if len(earlier) != len(inputs) or not all(map(operator.is_, earlier, inputs)):
-            result = function(*inputs)
-            self.made = inputs, result
-        return result
+        # Autograd refuses what was made in inference mode. `origin` changes with device and dtype.
+        mode = torch.is_inference_mode_enabled()
+        key = (function.__name__, mode, self.drawn, self.origin, *inputs)
+        if key not in self.made:
+            if len(self.made) > 1:  # positions and cosines of another place
+                self.made.clear()
+            self.made[key] = function(*inputs)
+        return self.made[key]
 
     def table(self, kernel: Callable[[Tensor], Tensor], length: int) -> Tensor:
         """`kernel` of the distances 0 … length - 1, outside autocast: [heads, length] float32.
@@ -471,7 +459,7 @@ class Turning(Position):
     """An encoding that turns queries and keys: a family writes `on_queries_keys_at` only."""
 
     def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> Pair:
-        position = self.shared_indices(start, q.shape[-2])
+        position = self.once(self.indices, start, q.shape[-2])
         return self.on_queries_keys_at(q, k, position, position, start=start)
 
 

@@ -11,7 +11,7 @@ from megatron.positions.base import Pair, Position, Shape
 from megatron.positions.frequencies import LEAST_BASE, inverse_frequencies
 from megatron.positions.precision import without_autocast
 from megatron.positions.registry import positive, register, whole
-from megatron.positions.rotary import even, for_pairs, rotate, turn
+from megatron.positions.rotary import even, rotate
 
 
 @register("fope")
@@ -88,24 +88,10 @@ class FoPE(Position):
 
     def on_queries_keys(self, q: Tensor, k: Tensor, start: int = 0) -> Pair:
         """[batch, heads, length, head_dim] each -> same."""
-        position = self.shared_indices(start, q.shape[-2])
         with without_autocast(q):
-            if self.per_layer:  # which learns
-                cos, sin = self._cos_sin(position)
-                return rotate(q, cos, sin), rotate(k, cos, sin)
-            table = self.once(self._table, position)
-            (turned_q,), (turned_k,) = turn(table, q), turn(table, k)
-            return turned_q, turned_k
-
-    def _table(self, position: Tensor) -> Tensor:
-        """What `turn` reads: [length] -> [2, heads, length, head_dim], without heads if shared."""
-        return for_pairs(torch.stack(self._cos_sin(position)))
-
-    def _cos_sin(self, position: Tensor) -> Pair:
-        """[length] -> [heads, length, head_dim / 2] each, without heads if shared."""
-        angle = position[:, None] * self.frequencies
-        cosines, sines = (self.bounded(name) for name in self.mixtures)
-        cos, sin = angle.cos() @ cosines, angle.sin() @ sines  # [heads, length, turning pairs]
-        rest = (0, self.pairs - cos.shape[-1])
-        cos, sin = (F.pad(x, rest, value=1.0) for x in (cos, sin))
-        return cos, sin
+            angle = self.indices(start, q.shape[-2])[:, None] * self.frequencies
+            cosines, sines = (self.bounded(name) for name in self.mixtures)
+            cos, sin = angle.cos() @ cosines, angle.sin() @ sines  # [heads, length, turning pairs]
+            rest = (0, self.pairs - cos.shape[-1])
+            cos, sin = (F.pad(x, rest, value=1.0) for x in (cos, sin))
+            return rotate(q, cos, sin), rotate(k, cos, sin)

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.positions.base import Pair, Shape
+from megatron.positions.base import Pair
 from megatron.positions.registry import register
-from megatron.positions.rotary import Rotary, turn
+from megatron.positions.rotary import Rotary, rotate
 
 
 @register("rope_pp")
@@ -26,18 +26,13 @@ class RopePP(Rotary):
     heads_per_query = 2
     only_rotates = False
     fork = None
-    quarter: Tensor
-
-    def __init__(self, shape: Shape, **rotary: Any) -> None:
-        super().__init__(shape, **rotary)
-        cos = torch.zeros(1, self.dim)
-        sin = cos - 1  # of -π/2
-        self.register_buffer("quarter", torch.stack([cos, sin]), persistent=False)
 
     def on_queries_keys_at(
         self, q: Tensor, k: Tensor, query: Tensor, key: Tensor, **place: Any
     ) -> Pair:
         q, k = super().on_queries_keys_at(q, k, query, key, **place)
         real, imaginary = q.unflatten(1, (-1, 2)).unbind(2)
-        (imaginary,) = turn(self.quarter, imaginary, interleaved=self.interleaved)
+        cos = torch.zeros_like(self.inv_freq)
+        sin = cos - 1  # of -π/2
+        imaginary = rotate(imaginary, cos, sin, interleaved=self.interleaved)
         return torch.stack([real, imaginary], dim=2).flatten(1, 2), k

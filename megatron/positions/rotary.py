@@ -16,6 +16,7 @@ from megatron.errors import UserError
 from megatron.positions.base import Fork, Pair, Shape, Turning
 from megatron.positions.frequencies import LEAST_BASE, inverse_frequencies
 from megatron.positions.registry import (
+    MOST,
     chosen,
     encoding_called,
     listed,
@@ -25,8 +26,8 @@ from megatron.positions.registry import (
     whole,
 )
 
-CACHED_NUMBERS = 2**16
-"""Numbers of queries and keys that a core turns at once: 256 KiB, which its cache holds."""
+CACHED_NUMBERS = 3 * 2**15
+"""Numbers of queries and keys that a core turns at once: 384 KiB, which its cache holds."""
 
 
 @register("rotary", aliases=("rope",))
@@ -42,6 +43,8 @@ class Rotary(Turning):
     base: slowest wavelength / 2π
     interleaved: whether feature 2j turns with 2j + 1 (GPT-J), instead of j with j + dim/2
         (GPT-NeoX)
+    frequencies: radians per token, one number for each pair that turns, at most π, in place of
+        the formula; a pair with 0 has no position
     """
 
     only_rotates = True
@@ -60,6 +63,7 @@ class Rotary(Turning):
         rotary_pct: float = 1.0,
         base: float = 10000.0,
         interleaved: bool = False,
+        frequencies: Sequence[float] | None = None,
     ) -> None:
         super().__init__(shape)
         positive("rotary_pct", rotary_pct, most=1)
@@ -67,6 +71,11 @@ class Rotary(Turning):
         self.dim = even(int(shape.head_dim * rotary_pct), described)
         self.base = positive("base", base, least=LEAST_BASE)
         self.interleaved = interleaved
+        self.own_frequencies = None
+        if frequencies is not None:
+            self.own_frequencies = number_of_each_pair(
+                "frequencies", frequencies, self.dim // 2, most=math.pi
+            )
         self.stretched_by = scaling_of(type(self)) if isinstance(self, Stretched) else None
         self.scaling: dict[str, Any] = {}  # of `use_scaling`
         self.is_short = False
@@ -81,7 +90,11 @@ class Rotary(Turning):
 
     def frequencies(self, base: float) -> Tensor:
         """Frequencies for a base, of long texts where they differ: [dim / 2] float64."""
-        return inverse_frequencies(self.dim, base)
+        if self.own_frequencies is None:
+            return inverse_frequencies(self.dim, base)
+        if base != self.base:
+            raise UserError("frequencies: they have no base that could change; take another method")
+        return self.own_frequencies
 
     def turning(self, frequencies: Tensor) -> Tensor:
         """Frequencies as they are used, whatever the scaling: [dim / 2] float64 -> float32."""
@@ -145,13 +158,13 @@ class Rotary(Turning):
         if stretch != 1:
             base = self.base * stretch ** (self.dim / (self.dim - 2))
             frequencies = self.turning(self.frequencies(base)).to(self.inv_freq)
-        table = self.once(self._table, query, frequencies, self.amplitude, self.paper_precision)
+        more = frequencies, self.amplitude, self.paper_precision
+        table = self.once(self._table, query, *more)
         if key is query:
             turned_q, turned_k = turn(table, q, k, interleaved=self.interleaved)
         else:
-            key_table = self._table(key, frequencies, self.amplitude, self.paper_precision)
             (turned_q,) = turn(table, q, interleaved=self.interleaved)
-            (turned_k,) = turn(key_table, k, interleaved=self.interleaved)
+            (turned_k,) = turn(self._table(key, *more), k, interleaved=self.interleaved)
         return turned_q, turned_k
 
     def _table(
@@ -166,8 +179,8 @@ class Rotary(Turning):
             angle = (self.rounded(position)[..., None] * self.rounded(frequencies)).float()
         else:
             angle = position[..., None] * frequencies
-        both = amplitude * torch.stack([angle.cos(), angle.sin()])
-        return for_pairs(self.rounded(both).to(angle.dtype), self.interleaved)
+        both = for_pairs(amplitude * angle.cos(), amplitude * angle.sin(), self.interleaved)
+        return self.rounded(both).to(angle.dtype)
 
     @classmethod
     def joined(cls, options: Mapping[str, Any]) -> tuple[type["Rotary"], dict[str, Any]]:
@@ -467,15 +480,12 @@ class LongRope(Stretched):
     def _divisors(self, option: str) -> Tensor:
         """The numbers of an option: [dim / 2] float64."""
         pairs = self.dim // 2
-        example = f"{pairs} numbers, one for each feature pair that turns"
         numbers = getattr(self, option)
         if isinstance(numbers, int | float):
             numbers = [numbers] * pairs
-        numbers = listed(option, numbers, example=example, most=pairs)
-        if len(numbers) != pairs:
-            raise UserError(f"{option}: {len(numbers)} numbers are given; give {example}")
-        numbers = [positive(option, number) for number in numbers]
-        return torch.tensor(numbers, dtype=torch.float64)
+        divisors = number_of_each_pair(option, numbers, pairs)
+        positive(option, float(divisors.min()))
+        return divisors
 
 
 SCALINGS: dict[str, type[Rotary]] = {
@@ -508,7 +518,25 @@ def spelled_out(name: str, options: Mapping[str, Any]) -> tuple[str, dict[str, A
     if not (issubclass(encoding, Rotary) and encoding.only_rotates):
         return name, spelled
     spelled |= {"scaling": scaling_of(encoding), "resonance": issubclass(encoding, Resonance)}
+    frequencies = spelled["frequencies"]
+    if frequencies is not None and spelled["scaling"] == "none" and all(frequencies):
+        # Longrope says the same by divisors, and transformers has it.
+        usual = inverse_frequencies(2 * len(frequencies), spelled["base"]).tolist()
+        divisors = [one / other for one, other in zip(usual, frequencies, strict=True)]
+        factors = {"short_factor": divisors, "long_factor": divisors, "factor": 1.0}
+        rest = {key: value for key, value in options.items() if key != "frequencies"}
+        return spelled_out(name, {**rest, "scaling": "longrope", **factors})
     return "rotary", spelled
+
+
+def number_of_each_pair(option: str, numbers: Any, pairs: int, most: float = MOST) -> Tensor:
+    """The numbers of an option, positive or 0: [pairs] float64."""
+    example = f"{pairs} numbers, one for each feature pair that turns"
+    numbers = listed(option, numbers, example=example, most=pairs)
+    if len(numbers) != pairs:
+        raise UserError(f"{option}: {len(numbers)} numbers are given; give {example}")
+    checked = [number if number == 0 else positive(option, number, most=most) for number in numbers]
+    return torch.tensor(checked, dtype=torch.float64)
 
 
 def falling(options: Mapping[str, float]) -> tuple[float, float]:
@@ -526,34 +554,34 @@ class Turn(torch.autograd.Function):
     def forward(ctx: Any, table: Tensor, interleaved: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(table)
         ctx.interleaved = interleaved
-        return _turned(tensors, table, interleaved, direction=1)
+        return _turned(tensors, table, interleaved)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (table,) = ctx.saved_tensors
-        return None, None, *_turned(gradients, table, ctx.interleaved, direction=-1)
+        return None, None, *_turned(gradients, table, ctx.interleaved, back=True)
 
 
 def _turned(
-    tensors: Sequence[Tensor], table: Tensor, interleaved: bool, direction: int
+    tensors: Sequence[Tensor], table: Tensor, interleaved: bool, back: bool = False
 ) -> tuple[Tensor, ...]:
-    """`turn` without autograd; direction: 1, or -1 to turn back."""
+    """`turn` without autograd: rounded once, to the dtype of the tensors."""
     like, heads = tensors[0], [x.shape[1] for x in tensors]
-    length, dim = like.shape[-2], table.shape[-1]
+    dim, direction = table.shape[-1], -1 if back else 1
     turned = like.new_empty(like.shape[0], sum(heads), *like.shape[2:])
-    rows = length
-    if like.device.type == "cpu":  # memory that is new takes longer to fill than to compute
-        rows = max(1, CACHED_NUMBERS // max(1, turned[..., :1, :].numel()))
-    tables = table.expand(*table.shape[:-2], length, dim).split(rows, dim=-2)
+    rows = like.shape[-2]
+    if like.device.type == "cpu":
+        rows = 1 + CACHED_NUMBERS * rows // (1 + turned.numel())
     pieces = zip(*(x.split(rows, dim=-2) for x in tensors), strict=True)
-    for result, (cos, sin), piece in zip(turned.split(rows, dim=-2), tables, pieces, strict=True):
+    blocks = turned.split(rows, dim=-2), table.split(rows, dim=-2)
+    for piece, result, (cos, sin) in zip(pieces, *blocks, strict=True):
         x = torch.cat(piece, dim=1)  # a copy, which may be overwritten
-        turning = x[..., :dim]
-        first, second = halves(result[..., :dim], interleaved)
+        turning, result_turned = x[..., :dim], result[..., :dim]
+        first, second = halves(result_turned, interleaved)
         if x.dtype.itemsize >= cos.dtype.itemsize:
             # Not by addcmul, which may round once where a product and a sum round twice.
-            torch.mul(turning, cos, out=result[..., :dim])
+            torch.mul(turning, cos, out=result_turned)
             first_by_sin, second_by_sin = halves(turning.mul_(sin), interleaved)
             first.sub_(second_by_sin, alpha=direction)
             second.add_(first_by_sin, alpha=direction)
@@ -572,19 +600,18 @@ def turn(table: Tensor, *tensors: Tensor, interleaved: bool = False) -> tuple[Te
     """`rotate` of tensors at the same positions, at once and in few operations.
 
     table [2, ..., length, dim]: of `for_pairs`, which gets no gradient;
-    tensors [batch, heads, ..., length, head_dim] -> same
+    tensors [batch, heads, length, head_dim] -> same
     """
     if torch.compiler.is_compiling():  # it makes one pass of the definition
-        cos, sin = halves(table, interleaved)[0]
-        return tuple(rotate(x, cos, sin, interleaved=interleaved) for x in tensors)
+        both, _ = halves(table, interleaved)
+        return tuple(rotate(x, *both, interleaved=interleaved) for x in tensors)
     return Turn.apply(table, interleaved, *tensors)
 
 
-def for_pairs(both: Tensor, interleaved: bool = False) -> Tensor:
-    """Cosines and sines at both features of each pair: [2, ..., dim / 2] -> [2, ..., dim]."""
-    if interleaved:
-        return both.repeat_interleave(2, dim=-1)
-    return torch.cat([both, both], dim=-1)
+def for_pairs(cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Both at each feature of the pairs: [..., dim / 2] each -> [2, ..., dim]."""
+    both = torch.stack([cos, sin])
+    return both.repeat_interleave(2, -1) if interleaved else torch.cat([both, both], -1)
 
 
 def halves(x: Tensor, interleaved: bool) -> Pair:
@@ -616,38 +643,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
 
 def rotate_both(q: Tensor, k: Tensor, angle: Tensor) -> Pair:
     """Queries and keys turned by the same angles [..., length, dim / 2]: see `rotate`."""
-    if torch.compiler.is_compiling():
-        cos, sin = angle.cos(), angle.sin()
-        return rotate(q, cos, sin), rotate(k, cos, sin)
-    turned_q, turned_k = TurnByAngle.apply(angle, q, k)
-    return turned_q, turned_k
-
-
-class TurnByAngle(torch.autograd.Function):
-    """q and k turned by angles that learn; the gradient of an angle is g·(turned by π/2 more)."""
-
-    @staticmethod
-    def forward(ctx: Any, angle: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        table = for_pairs(torch.stack([angle.cos(), angle.sin()]))
-        # One after the other: angles may have heads.
-        turned = [x for tensor in tensors for x in _turned([tensor], table, False, direction=1)]
-        ctx.save_for_backward(table, *turned)
-        return tuple(turned)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        table, *turned = ctx.saved_tensors
-        shape = (*table.shape[1:-1], table.shape[-1] // 2)
-        angle_gradient = table.new_zeros(())
-        turned_back = []
-        for gradient, x in zip(gradients, turned, strict=True):
-            turned_back += _turned([gradient], table, False, direction=-1)
-            first, second = halves(x.to(table.dtype), False)
-            first_gradient, second_gradient = halves(gradient, False)
-            slope = second_gradient * first - first_gradient * second
-            angle_gradient = angle_gradient + slope.sum_to_size(shape)
-        return angle_gradient, *turned_back
+    cos, sin = angle.cos(), angle.sin()
+    return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
 def even(features: int, described: str) -> int:

@@ -73,9 +73,9 @@ class XPos(Turning):
     def _tables(self, position: Tensor) -> Pair:
         """What `turn` reads for queries and for keys: [length] -> [2, length, head_dim] each."""
         angle = position[:, None] * self.inv_freq
-        both = torch.stack([angle.cos(), angle.sin()])
+        cos, sin = angle.cos(), angle.sin()
         scale = 1 if self.xi is not None else self._scale(position)
-        return for_pairs(both * scale), for_pairs(both / scale)
+        return for_pairs(cos * scale, sin * scale), for_pairs(cos / scale, sin / scale)
 
     def _scale(self, position: Tensor) -> Tensor:
         """[length] -> [length, head_dim / 2]."""

@@ -2,8 +2,7 @@
 
 import math
 import textwrap
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from io import BytesIO
 from pathlib import Path
@@ -13,42 +12,65 @@ import matplotlib.style
 import numpy as np
 import pandas as pd
 import yaml
+from matplotlib import colormaps
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator
-from matplotlib.transforms import ScaledTranslation
 
 from megatron.errors import UserError
 from megatron.files import write_output
 from megatron.protocols import TASK
 from megatron.results.files import PICTURES
-from megatron.results.labels import kinds, runs, sections
-from megatron.results.row import Row, grouped, trained_length
+from megatron.results.labels import in_words, kinds, matching, runs, sections, select
+from megatron.results.row import Row, encoding_of, grouped, trained_length
 from megatron.results.statistics import half_octaves
 from megatron.results.table import (
     OTHER_TEXT,
     PERPLEXITY,
     TOKENS_RIGHT,
     cell,
+    mean_and_std,
     quantities_of,
     setting,
     starred,
 )
 from megatron.splits import TASK_PREFIX
 
-GREY = "#666666"
-WIDE = 4  # a logarithmic axis from this ratio of largest to smallest value on
+GREY, FAINT = "#666666", "#BBBBBB"
 MARK = "megatron/report"  # the creator of a picture, for the program that may replace it
-# In inches: the width of a paper's text, a panel without its legend, a line of a legend.
-WIDTH, PANEL, LINE = 5.5, 3.6, 0.17
-LETTERS = 72  # of a line of a legend
+# In inches: a README's column, a panel, what a panel needs beneath its axes, a line of a name.
+WIDTH, PANEL, BENEATH, LINE = 6.5, 3.5, 0.8, 0.165
+LETTERS = 28  # of a line of a name
+CURVES = 7  # of a panel, which has their names at their ends
+FAR = 2  # a perplexity that rises this many times above the lowest curve may leave the axes
+FIRST = 64  # the first position that is drawn: before it, few targets make much noise
 
-OVER_SEEDS = "Each curve is a mean over seeds. A bar is one standard deviation to either side."
-DARK = 60  # % from which a cell is so dark that its number is white
-CELL, LETTER = (0.42, 0.17), 0.06  # inches of a cell, and of a letter of a label
-BY_POSITION = (
-    "Above 0 is worse. Each point is a mean from position p to about 1.4 p of the longest windows."
+OVER_SEEDS = "A band or a bar is one standard deviation over seeds to either side of their mean."
+TASKS = "% of answer tokens right"
+ORDERED = (
+    "Lines are in the order of their means, where a missing number counts as 0; with several tasks"
+    " a cell is the mean over all lengths beyond the training's. ± is one standard deviation over"
+    " seeds, where above 2."
 )
+DARK = 60  # % from which a cell is so dark that its number is white
+CELL, LETTER = (0.72, 0.24), 0.08  # inches of a cell, and of a letter of a label
 
+
+class Design(NamedTuple):
+    """What a user chose of a figure.
+
+    size: width and height in inches; highlight: labels, all other curves are grey
+    style: a file of matplotlib's settings
+    """
+
+    title: str = ""
+    size: tuple[float, float] | None = None
+    highlight: Sequence[str] = ()
+    style: Path | None = None
+
+
+AS_USUAL = Design()
 # --- Looks: colour and marker stand for the encoding in every figure ---
 
 LOOKS: dict[str, list[str]] = yaml.safe_load(
@@ -62,16 +84,16 @@ def looks(encodings: Sequence[str]) -> list[dict[str, Any]]:
     """Colour, marker and dashes of the curves of a figure, as arguments of matplotlib's plot.
 
     encodings: that of each curve. It gives marker and colour, grey for what looks.yml lacks;
-    further curves of a colour have other dashes. Curves of one encoding have a colour each.
+    further curves of a look have other dashes. Curves of one encoding have a colour each.
     """
     styles = []
-    uses: Counter[str] = Counter()
+    used = []
     for number, encoding in enumerate(encodings):
         colour, marker = LOOKS.get(encoding, (GREY, "X"))
         if len({*encodings}) == 1 < len(encodings):
             colour = COLOURS[number % len(COLOURS)]
-        dashes = DASHES[uses[colour] % len(DASHES)]
-        uses[colour] += 1
+        dashes = DASHES[used.count((colour, marker)) % len(DASHES)]
+        used.append((colour, marker))
         styles.append({"color": colour, "marker": marker, "linestyle": dashes})
     return styles
 
@@ -85,38 +107,75 @@ class Panel(NamedTuple):
     """Curves in one pair of axes.
 
     axis, quantity: what the level and the upright axis show
-    groups: all rows by label, which give looks; curves: by label, as `curve` makes them
+    groups: all rows by label, which give looks
+    means, stds: over seeds, with a line for each place and a column for each label
+    heading: above the axes
     joined: whether lines join the places of a curve; not where each place has its own text
+    shades: colours from light to dark, in place of those of encodings
     """
 
     axis: str
     quantity: str
     groups: Groups
-    curves: Mapping[str, pd.DataFrame]
+    means: pd.DataFrame
+    stds: pd.DataFrame
+    heading: str = ""
     joined: bool = True
+    shades: bool = False
 
 
-def curve(points: Iterable[tuple[float, float | None]]) -> pd.DataFrame:
-    """Mean and standard deviation over seeds by place; without places where a seed has no number.
+def mean_and_spread(
+    points: Iterable[tuple[str, Any, float | None]],
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Means and standard deviations of (label, place, value), by place and label.
 
-    One seed has no deviation (nan).
+    A mean is nan where a seed has no number, the deviation of one seed is nan.
     """
-    frame = pd.DataFrame(points, columns=["place", "value"]).astype(float)
-    places = frame.groupby("place")["value"]
-    means = places.agg(lambda values: values.mean(skipna=False))
-    return pd.DataFrame({"mean": means, "std": places.std()}).dropna(subset="mean")
+    frame = pd.DataFrame(points, columns=["label", "place", "value"]).astype({"value": float})
+    seeds = frame.groupby(["place", "label"])["value"]
+    means = seeds.agg(lambda values: values.mean(skipna=False))
+    return means.unstack(), seeds.std().unstack()
 
 
-def losses_by_position(rows: Sequence[Row]) -> pd.DataFrame:
-    """The curve of the loss within the longest windows that have it, over half octaves."""
-    measured = [row for row in rows if row.get("position_losses")]
-    longest = max((row["length"] for row in measured), default=0)
+def by_key(axis: str, groups: Groups, key: str) -> Panel:
+    """Perplexity by a key of rows, of a task token accuracy."""
+    rows = [row for group in groups.values() for row in group]
+    quantity, *_ = quantities_of(rows)
     points = []
-    for row in measured:
-        if row["length"] == longest:
+    for label, group in groups.items():
+        points += [(label, row[key], quantity.of(row)) for row in group]
+    joined = rows[0].get("protocol") not in OTHER_TEXT
+    return Panel(axis, quantity.name, groups, *mean_and_spread(points), joined=joined)
+
+
+def by_length(groups: Groups) -> Panel:
+    """Perplexity by evaluation length."""
+    return by_key("evaluation length (tokens)", groups, "length")
+
+
+def by_position(groups: Groups, minus: str | None = None) -> Panel | None:
+    """Perplexity by position in the longest windows of rows that have it, or None.
+
+    minus: the label whose mean loss is subtracted; then the curves are losses
+    """
+    longest = max(row["length"] for group in groups.values() for row in group)
+    points = []
+    for label, group in groups.items():
+        for row in group:
+            if row["length"] < longest or not row.get("position_losses"):
+                continue
             edges, losses = row.get("position_edges", []), row.get("position_losses", [])
-            points += zip(*half_octaves(edges, losses), strict=True)
-    return curve(points)
+            for middle, loss in zip(*half_octaves(edges, losses), strict=True):
+                points.append((label, middle, loss if minus else math.exp(loss)))
+    if not points:
+        return None
+    means, stds = mean_and_spread(points)
+    quantity = PERPLEXITY.name
+    if minus:
+        reference = select(minus, groups)
+        means = means.sub(means[reference], axis=0)
+        quantity = f"loss minus that of {reference} (nats per token)"
+    return Panel("position (tokens)", quantity, groups, means.loc[FIRST:], stds.loc[FIRST:])
 
 
 # --- Figures ---
@@ -128,216 +187,251 @@ def plot_results(
     *,
     over_seeds: bool = False,
     over_training: bool = False,
+    against: str | None = None,
+    design: Design = AS_USUAL,
 ) -> None:
     """Draw perplexity against length, or token accuracy, in a panel for each text and protocol.
 
-    Of rows by position, the loss by position.
+    Of rows by position, perplexity by position.
 
     over_seeds: a curve for each encoding instead of each run
     over_training: against the step, in a panel for each length
+    against: by position, the label whose loss is subtracted
     """
     group = kinds if over_seeds else runs
     texts = {heading: group(members) for heading, members in sections(rows).items()}
     if over_training:
-        figure = draw_over_training(rows, over_seeds=over_seeds)
+        figure = draw_over_training(rows, over_seeds=over_seeds, design=design)
     elif all(row.get("protocol") == TASK for row in rows):
-        figure = draw_accuracy(texts, "Token accuracy beyond the training length")
-    elif all(row.get("position_losses") for row in rows):
-        figure = draw_by_position(*texts.values())
+        figure = draw_accuracy(texts, design)
     else:
-        figure = draw_perplexity(*texts.values(), title="Results beyond the training length")
-    write(figure, path)
+        panels = []
+        for heading, groups in texts.items():
+            panel = by_position(groups, against) or by_length(groups)
+            panels.append(panel._replace(heading=in_words(heading) if len(texts) > 1 else ""))
+        figure = draw(panels, design)
+    write(figure, path, design)
 
 
-def by_key(axis: str, groups: Groups, key: str, without: Collection[str] = ()) -> Panel:
-    """Perplexity by a key of rows, of a task token accuracy; without: labels to leave out."""
-    rows = [row for group in groups.values() for row in group]
-    quantity, *_ = quantities_of(rows)
-    curves = {}
-    for label in groups.keys() - without:
-        curves[label] = curve((row[key], quantity.of(row)) for row in groups[label])
-    protocols = {row.get("protocol") for row in rows}
-    return Panel(axis, quantity.name, groups, curves, protocols.isdisjoint(OTHER_TEXT))
+def draw_accuracy(texts: Mapping[str, Groups], design: Design = AS_USUAL) -> Figure:
+    """A heatmap of the percentage of answer tokens that are right; texts: tasks by their headings.
 
-
-def draw_perplexity(*texts: Groups, without: Collection[str] = (), title: str = "") -> Figure:
-    """Curves by length, in a panel for each text; without: labels to leave out."""
-    axis = "evaluation length (tokens)"
-    return draw([by_key(axis, groups, "length", without) for groups in texts], title)
-
-
-def draw_accuracy(texts: Mapping[str, Groups], title: str = "") -> Figure:
-    """A heatmap of the percentage of answer tokens that are right, for each task by its heading."""
-    across = min(len(texts), 3)
-    down = math.ceil(len(texts) / across)
-    labels = [label for groups in texts.values() for label in groups]
-    width = across * (LETTER * max(map(len, labels)) + 6 * CELL[0])
-    height = down * (CELL[1] * max(map(len, texts.values())) + 0.7) + 0.4
-    with style():
-        figure = Figure(layout="constrained", figsize=(width, height))
-        set_title(figure, title, width)
-        panels = figure.subplots(down, across, squeeze=False).ravel()
-        for unused in panels[len(texts) :]:
-            unused.set_axis_off()
-        for axes, (heading, groups) in zip(panels, texts.items(), strict=False):
-            rows = [row for group in groups.values() for row in group]
-            points = {}
-            for label, group in groups.items():
-                points[label] = curve((row["length"], TOKENS_RIGHT.of(row)) for row in group)
-            means = pd.DataFrame({label: frame["mean"] for label, frame in points.items()}).T
-            means = means.loc[means.mean(axis=1).sort_values(ascending=False).index]
-            axes.imshow(means, cmap="Blues", vmin=0, vmax=100, aspect="auto")
-            for (line, column), mean in np.ndenumerate(means.to_numpy()):
-                if math.isnan(mean):
-                    continue
-                spread = points[means.index[line]]["std"].get(means.columns[column], 0)
-                text = f"{mean:.0f}±{spread:.0f}" if spread > 2 else f"{mean:.0f}"
-                colour = "white" if mean > DARK else "black"
-                axes.text(column, line, text, ha="center", va="center", color=colour, fontsize=7)
-            axes.set_xticks(range(means.shape[1]), starred(rows, means.columns.astype(int)))
-            axes.set_yticks(range(len(means)), means.index)
-            axes.tick_params(length=0, labelsize=7)
-            axes.set_xlabel("length (tokens), * in training")
-            axes.set_title(heading.removeprefix(TASK_PREFIX).partition(":")[0], fontsize=9)
-    figure.set_label(
-        "% of answer tokens right. ± is one standard deviation over seeds, where above 2."
-    )
+    A column is a length; of several tasks a task, with the mean over lengths beyond the training's.
+    """
+    several = len(texts) > 1
+    keys = ("seed",) if several else ("seed", "length")
+    points = []
+    for heading, groups in texts.items():
+        task = heading.removeprefix(TASK_PREFIX).partition(":")[0].replace("_", " ")
+        for label, group in groups.items():
+            beyond = [row for row in group if row["length"] > (trained_length(row) or 0)]
+            for rows in grouped((several and beyond) or group, keys):
+                right, _ = mean_and_std([TOKENS_RIGHT.of(row) for row in rows])
+                points.append((label, task if several else rows[0]["length"], right))
+    means, stds = (frame.T for frame in mean_and_spread(points))
+    order = means.fillna(0).mean(axis=1).sort_values(ascending=False, kind="stable").index
+    means, stds = means.loc[order], stds.loc[order]
+    lines, columns = means.shape
+    width = LETTER * max(map(len, order)) + CELL[0] * columns
+    with style(design):
+        size = design.size or (width, CELL[1] * lines + 1.2)
+        figure = Figure(layout="constrained", figsize=size)
+        set_title(figure, design.title or TASKS)
+        axes = figure.subplots()
+        axes.imshow(means, cmap="Blues", vmin=0, vmax=100, aspect="auto")
+        axes.grid(visible=False)
+        for (line, column), mean in np.ndenumerate(means):
+            std = stds.iloc[line, column]
+            text = f"{mean:.0f} ± {std:.0f}" if std > 2 else f"{mean:.0f}"
+            colour = "white" if mean > DARK else "black"
+            if not math.isnan(mean):
+                axes.text(column, line, text, ha="center", va="center", color=colour)
+        names = means.columns if several else starred(group, means.columns)
+        axes.set_xticks(range(columns), names)
+        axes.set_yticks(range(lines), order)
+        axes.tick_params(length=0)
+        axes.set_xlabel("task" if several else "length (tokens), * in training")
+    figure.set_label(f"{TASKS}. {ORDERED}")
     return figure
 
 
-def draw_over_training(rows: Sequence[Row], *, over_seeds: bool = False) -> Figure:
-    """Curves of perplexity by training step, in a panel for each length."""
+def draw_over_training(
+    rows: Sequence[Row], *, over_seeds: bool = False, design: Design = AS_USUAL
+) -> Figure:
+    """Curves of perplexity by training step, in a panel for each length.
+
+    The lengths of a single run or encoding are the curves of one panel.
+    """
+    group = kinds if over_seeds else runs
     panels: dict[str, dict[str, list[Row]]] = {}  # of each panel its curves' rows by label
     for members in sections(rows).values():
+        ordered = sorted(members, key=lambda row: (row["length"], row["step"]))
         # A stage changes other facts of a row, so a run is called by its last one.
-        run_of = {}
-        for run in grouped(members, ("config_hash",)):
-            run_of[id(max(run, key=lambda row: row["step"]))] = run
-        last_rows = [row for row in members if id(row) in run_of]
-        labelled = kinds(last_rows) if over_seeds else runs(last_rows)
-        for label, examples in labelled.items():
-            measured = [row for example in examples for row in run_of[id(example)]]
-            for row in sorted(measured, key=lambda row: row["length"]):
-                axis = f"step, at {row['length']} tokens"
-                panels.setdefault(axis, {}).setdefault(label, []).append(row)
-    drawn = [by_key(axis, groups, "step") for axis, groups in panels.items()]
-    return draw(drawn, "Results over training", by_step=True)
+        last_of = {row["config_hash"]: row for row in ordered}
+        labelled = group([*last_of.values()]).items()
+        label_of = {row["config_hash"]: label for label, examples in labelled for row in examples}
+        for row in ordered:
+            groups = panels.setdefault(f"at {row['length']} tokens", {})
+            groups.setdefault(label_of[row["config_hash"]], []).append(row)
+    labels = set().union(*panels.values())
+    if len(labels) == 1:
+        (label,) = labels
+        lengths = {heading: groups[label] for heading, groups in panels.items()}
+        drawn = [by_key("step", lengths, "step")._replace(heading=label, shades=True)]
+    else:
+        drawn = []
+        for heading, groups in panels.items():
+            drawn.append(by_key("step", groups, "step")._replace(heading=heading))
+    return draw(drawn, design)
 
 
-def draw_by_position(*texts: Groups, minus: str = "", without: Collection[str] = ()) -> Figure:
-    """Curves of the loss by position, in a panel for each text; without: labels to leave out.
+def draw(panels: Sequence[Panel], design: Design = AS_USUAL) -> Figure:
+    """Means over seeds with their spread. Each curve has its name and last value at its end.
 
-    minus: the label whose mean loss is subtracted; default: the first of each text
+    Of more than CURVES curves, panels show the lowest first.
     """
-    panels = []
-    for groups in texts:
-        subtracted = minus or next(iter(groups))
-        reference = losses_by_position(groups[subtracted])["mean"]
-        curves = {}
-        for label in groups.keys() - without:
-            points = losses_by_position(groups[label])
-            points["mean"] -= reference
-            curves[label] = points.dropna(subset="mean")
-        quantity = f"loss minus that of {subtracted} (nats per token)"
-        panels.append(Panel("position (tokens)", quantity, groups, curves))
-    return draw(panels, "Loss by position", BY_POSITION)
-
-
-def draw(
-    panels: Sequence[Panel], title: str, caption: str = "", *, by_step: bool = False
-) -> Figure:
-    """Means over seeds with their spread, and legends in the order of the last values.
-
-    by_step: places are steps, on a linear axis
-    """
-    height = 0.0
-    with style():
-        figure = Figure(layout="constrained")
-        below = ScaledTranslation(-0.4, -0.4, figure.dpi_scale_trans)  # inches, whatever the height
-        set_title(figure, title, WIDTH)
-        upright = figure.subplots(len(panels), squeeze=False).flat
-        for axes, panel in zip(upright, panels, strict=True):
+    parts = []
+    for panel in panels:
+        last_values = panel.means.ffill().iloc[-1].dropna()
+        ranked = last_values.sort_values().index
+        count = max(1, math.ceil(len(ranked) / CURVES))
+        for number, labels in enumerate(np.array_split(ranked, count)):
+            heading = panel.heading
+            if count > 1:
+                heading += f"  {'the next' if number else 'the lowest'} {len(labels)}"
+            parts.append(panel._replace(means=panel.means[labels], heading=heading.strip()))
+    size = design.size or (WIDTH, PANEL * len(parts) + 0.4)
+    captions = {}
+    with style(design):
+        figure = Figure(layout="constrained", figsize=size)
+        set_title(figure, design.title)
+        upright = figure.subplots(len(parts), squeeze=False).flat
+        for axes, panel in zip(upright, parts, strict=True):
             rows = [row for group in panel.groups.values() for row in group]
-            encodings = [group[0]["pos_emb"] for group in panel.groups.values()]
-            look_of = dict(zip(panel.groups, looks(encodings), strict=True))
-            curves = {label: at for label, at in panel.curves.items() if not at.empty}
-            means = pd.concat([pd.Series(dtype=float), *(at["mean"] for at in curves.values())])
-            for label in sorted(curves, key=lambda label: -curves[label]["mean"].iloc[-1]):
-                points = curves[label]
-                mean = points["mean"]
-                text = f"{label}: {cell(mean.iloc[-1])}"
-                if points.index[-1] < means.index.max():
-                    text = f"{text} at {points.index[-1]:g}"
-                look = look_of[label] if panel.joined else look_of[label] | {"linestyle": "none"}
-                every = math.ceil(len(points) / 8)  # about eight markers on a curve
-                look |= {"label": textwrap.fill(text, LETTERS), "markevery": every}
-                axes.errorbar(points.index, mean, points["std"], errorevery=every, **look)
-            heading = f"{panel.quantity} at the right end"
-            if left_out := [label for label in panel.groups if label not in curves]:
-                heading = f"{heading}; not drawn: {'; '.join(left_out)}"
-
-            lowest, highest = min(means, default=0), max(means, default=0)
-            if panel.quantity == PERPLEXITY.name and highest > WIDE * lowest > 0:
-                axes.set_yscale("log")
-                if highest < 1000 * lowest:
-                    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-                axes.yaxis.set_major_formatter("{x:g}")
-            axes.set(xlabel=panel.axis, ylabel=panel.quantity)
-            if not by_step:
+            if panel.axis == "step":
+                marked = {end for row in rows for end in row.get("stage_ends", [])}
+                meaning = "ends of stages"
+            else:
                 axes.set_xscale("log", base=2)
-                trained = sorted({trained_length(row) or 0 for row in rows} - {0})
-                for length in trained:
-                    axes.axvline(length, color=GREY, linestyle="dashed", linewidth=1, zorder=1)
-                if trained:
-                    lengths = ", ".join(map(str, trained))
-                    axes.set_xlabel(f"{panel.axis}; dashed: training length {lengths}")
+                marked = {trained_length(row) or 0 for row in rows} - {0}
+                meaning = f"training length {', '.join(map(str, sorted(marked)))}"
+            for place in marked:
+                axes.axvline(place, color=GREY, linestyle="dashed", linewidth=1, zorder=1)
+            level = f"{panel.axis}; dashed: {meaning}" if marked else panel.axis
+            axes.set(xlabel=level, ylabel=panel.quantity, title=panel.heading)
+            lines = draw_curves(axes, panel, design.highlight)
+            set_limits(axes, panel)
             axes.xaxis.set_major_formatter("{x:.0f}")
             axes.minorticks_off()
-            axes.grid(axis="y", color="#E3E3E3", linewidth=0.8)
-            axes.set_title(textwrap.fill(setting(rows), 90), fontsize=8, color=GREY)
-            legend = axes.legend(
-                handles=axes.containers,
-                title=textwrap.fill(heading, LETTERS),
-                alignment="left",
-                loc="upper left",
-                bbox_to_anchor=(0, 0),
-                bbox_transform=axes.transAxes + below,
-                handlelength=3.5,
-            )
-            texts = [legend.get_title(), *legend.get_texts()]
-            lines = [line for text in texts for line in text.get_text().split("\n")]
-            height += PANEL + LINE * len(lines)
-        figure.set_size_inches(WIDTH, height)
-    has_spread = any(points["std"].any() for panel in panels for points in panel.curves.values())
-    figure.set_label(f"{caption} {OVER_SEEDS if has_spread else ''}".strip())
+            name_curves(axes, lines, size[1] / len(parts) - BENEATH)
+            captions[f"{panel.quantity.capitalize()} on {setting(rows)}."] = None
+    figure.set_label(" ".join([*captions, OVER_SEEDS]))
     return figure
 
 
-def set_title(figure: Figure, title: str, width: float) -> None:
-    """Write a title in lines of a width in inches."""
-    text = textwrap.fill(title, int(12 * width))
-    figure.suptitle(text, x=0.01, ha="left", fontsize=10)
+def draw_curves(axes: Axes, panel: Panel, highlight: Sequence[str]) -> dict[str, Line2D]:
+    """Lines with bands, or points with bars; returns them by the names to write at their ends."""
+    encodings = [encoding_of(group[0]) for group in panel.groups.values()]
+    bright = {label for text in highlight for label in matching(text, panel.groups)}
+    lines = {}
+    look_of = dict(zip(panel.groups, looks(encodings), strict=True))
+    for label, means in panel.means.items():
+        look = look_of[label]
+        if panel.shades:
+            rank = [*panel.groups].index(label) + 1
+            look["color"] = colormaps["Blues"](0.3 + 0.7 * rank / len(panel.groups))
+        elif bright and label not in bright:
+            look["color"] = FAINT
+        mean = means.dropna()
+        std = panel.stds[label][mean.index]
+        spread = {"color": look["color"], "linestyle": "none"}
+        if panel.joined and len(mean) > 1:
+            axes.fill_between(mean.index, mean - std, mean + std, alpha=0.12, **spread)
+        else:
+            look["linestyle"] = "none"
+            axes.errorbar(mean.index, mean, std, **spread)
+        every = math.ceil(len(mean) / 8)  # about eight markers on a curve
+        (line,) = axes.plot(mean.index, mean, label=label, markevery=every, **look)
+        name = label.split(", ", 1)[-1] if len({*encodings}) == 1 < len(encodings) else label
+        at = f" at {mean.index[-1]:g}" if mean.index[-1] < panel.means.index[-1] else ""
+        lines[textwrap.fill(f"{name}: {cell(mean.iloc[-1])}{at}", LETTERS)] = line
+    return lines
 
 
-def style() -> AbstractContextManager[None]:
-    """Sizes for print, and SVG whose text stays text."""
-    return matplotlib.style.context(Path(__file__).with_name("figures.mplstyle"))
+def set_limits(axes: Axes, panel: Panel) -> None:
+    """If most perplexities are near each other, the others leave the axes."""
+    tops = panel.means.max()
+    near = tops[tops < FAR * tops.min()]
+    if panel.quantity != PERPLEXITY.name or len(near) == len(tops):
+        return
+    if len(near) >= max(2, len(tops) / 2):
+        axes.set_ylim(0.95 * panel.means.min().min(), 1.05 * near.max())
+    else:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
 
 
-def picture(figure: Figure, suffix: str) -> bytes:
-    """The content of a file of a figure; the same figure has the same bytes."""
-    metadata: dict[str, Any] = {"Creator": MARK}
+def name_curves(axes: Axes, lines: Mapping[str, Line2D], height: float) -> None:
+    """Write names at the ends of lines, apart from each other.
+
+    lines: from the lowest end to the highest; one that leaves the axes has an arrow there
+    height: of the axes, about, in inches
+    """
+    axes.autoscale_view()
+    to_axes = axes.transData - axes.transAxes
+    above = -1.0  # where the name beneath ends
+    for name, line in lines.items():
+        x, y = to_axes.transform(line.get_xydata()).T
+        colour = line.get_color()
+        end = x[-1], y[-1]
+        if y[-1] > 1:
+            end = np.interp(1, np.maximum.accumulate(y), x), 1
+            arrow = {"marker": "^", "markersize": 9, "color": colour}
+            axes.plot(*end, transform=axes.transAxes, clip_on=False, **arrow)
+        half = (1 + name.count("\n")) * LINE / height / 2
+        centre = max(end[1], above + half)
+        above = centre + half
+        axes.annotate(
+            name,
+            end,
+            (1.03, centre),
+            xycoords="axes fraction",
+            va="center",
+            fontsize="small",
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.7, "relpos": (0, 0.5)},
+        )
+
+
+def set_title(figure: Figure, title: str) -> None:
+    """Write a title in lines that are as wide as the figure."""
+    letters = int(11 * figure.get_figwidth())
+    figure.suptitle(textwrap.fill(title, letters), x=0.01, ha="left")
+
+
+def style(design: Design = AS_USUAL) -> AbstractContextManager[None]:
+    """Sizes for print, SVG whose text stays text, and then the user's file."""
+    own = Path(__file__).with_name("figures.mplstyle")
+    return matplotlib.style.context([own, *filter(None, [design.style])])
+
+
+def picture(figure: Figure, suffix: str, design: Design = AS_USUAL) -> bytes:
+    """The content of a file of a figure; the same figure has the same bytes.
+
+    Its metadata say what was measured and how.
+    """
+    metadata: dict[str, Any] = {"Creator": MARK, "Title": figure.get_label()}
     if suffix == ".svg":
         metadata["Date"] = None
     content = BytesIO()
-    with style():
-        figure.savefig(content, format=suffix[1:], dpi=200, metadata=metadata)
+    with style(design):
+        figure.savefig(content, format=suffix[1:], metadata=metadata)
     return content.getvalue()
 
 
-def write(figure: Figure, path: Path) -> None:
+def write(figure: Figure, path: Path, design: Design = AS_USUAL) -> None:
     """Write a figure as PNG, SVG or PDF, by the suffix."""
     suffix = path.suffix.lower() or ".png"
     if suffix not in PICTURES:
         raise UserError(f"{path}: a plot is written as .png, .svg or .pdf - name the file so")
-    write_output(path, picture(figure, suffix), MARK.encode())
+    write_output(path, picture(figure, suffix, design), MARK.encode())

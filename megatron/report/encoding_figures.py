@@ -86,10 +86,18 @@ def draw(panels: Sequence[Panel], title: str) -> Figure:
         for axes, (heading, values) in zip(grid, panels, strict=False):
             heads, length = values.shape
             # Every near distance, then fewer: evenly spaced on a logarithmic axis.
-            spread = torch.logspace(0, math.log10(length - 1), 100 if heads > 1 else 500)
+            spread = torch.logspace(0, math.log10(length - 1), 100 if heads > 1 else 40)
             distances = torch.cat([torch.zeros(1), spread]).round().long().unique()
-            axes.set_prop_cycle(color=colours.to_rgba(np.arange(heads)) if heads > 1 else ["black"])
-            axes.plot(distances, values[:, distances].T, linewidth=1.1)
+            if heads > 1:
+                axes.set_prop_cycle(color=colours.to_rgba(np.arange(heads)))
+                axes.plot(distances, values[:, distances].T, linewidth=1.1)
+            else:
+                # All distances up to the next: single ones would alias what turns fast.
+                distances = distances[:-1]
+                parts = np.split(values[0].numpy(), distances[1:])
+                low, high = [*map(min, parts)], [*map(max, parts)]
+                axes.fill_between(distances, low, high, color="black", alpha=0.25, linewidth=0)
+                axes.plot(distances, [*map(np.mean, parts)], color="black")
             axes.set_xscale("symlog", linthresh=1)
             axes.xaxis.set_major_formatter("{x:.0f}")
             axes.set(xlim=(0, length), xlabel="distance d (tokens)", title=heading)

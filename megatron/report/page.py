@@ -1,8 +1,6 @@
 """Results as one HTML page that needs no network: here is its data, page.html says how it looks."""
 
 import base64
-import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,18 +12,26 @@ from megatron.errors import UserError
 from megatron.files import write_output
 from megatron.protocols import description
 from megatron.report.curves import (
+    Groups,
+    by_length,
+    by_position,
+    draw,
     draw_accuracy,
-    draw_by_position,
-    draw_perplexity,
     picture,
-    write,
 )
-from megatron.results.comparison import compared
+from megatron.results.comparison import Comparison, compared
 from megatron.results.comparison_table import how_made, tables_of
-from megatron.results.files import PICTURES
-from megatron.results.labels import kinds, matching, sections, select
-from megatron.results.row import COLUMNS, TASK, Row, plain, shown_fact
-from megatron.results.table import BITS, Table, quantities_of, table_of_text, with_bits
+from megatron.results.labels import NAMES, in_words, kinds, matching, sections, select
+from megatron.results.row import COLUMNS, TASK, Row, plain, shown_fact, trained_length
+from megatron.results.table import (
+    BITS,
+    PERPLEXITY,
+    Table,
+    cell,
+    quantities_of,
+    table_of_text,
+    with_bits,
+)
 
 MARK = b'name="generator" content="megatron/report"'  # of page.html
 
@@ -34,15 +40,19 @@ MARK = b'name="generator" content="megatron/report"'  # of page.html
 class Section:
     """One text and protocol.
 
-    figures: by the names of their files; each has its caption as its label
-    notes: on the tables
+    figures: each has its caption as its label
+    comparisons: a table for each length; the last one is open
+    notes: on the comparisons
+    summary: sentences for the top of the page
     """
 
     heading: str
     about: str
     tables: list[Table]
-    figures: dict[str, Figure] = field(default_factory=dict)
+    figures: list[Figure] = field(default_factory=list)
+    comparisons: list[Table] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    summary: list[str] = field(default_factory=list)
 
 
 def page_of(rows: Sequence[Row], against: str | None = None) -> list[Section]:
@@ -52,68 +62,76 @@ def page_of(rows: Sequence[Row], against: str | None = None) -> list[Section]:
     """
     if against is not None:
         select(against, kinds(rows))
-    page = []
-    for number, (heading, members) in enumerate(sections(rows).items(), 1):
-        prefix = f"{number}-" if number > 1 else ""
-        page.append(_section(heading, members, against, prefix))
+    page = [_section(heading, members, against) for heading, members in sections(rows).items()]
     keys = ["checkpoint", *COLUMNS]
     keys = [key for key in keys if any(shown_fact(row, key) for row in rows)]
     lines = {tuple(plain(shown_fact(row, key) or "-") for key in keys): None for row in rows}
-    models = Table(keys, list(lines))
-    return [*page, Section("Models", "What was measured.", [models])]
+    head = [NAMES["columns"].get(key, key.replace("_", " ")) for key in keys]
+    return [*page, Section("Models", "What was measured.", [Table(head, list(lines))])]
 
 
-def _section(heading: str, rows: Sequence[Row], against: str | None, prefix: str) -> Section:
+def _section(heading: str, rows: Sequence[Row], against: str | None) -> Section:
     groups = kinds(rows)
     tables = [table_of_text(rows, quantity, over_seeds=True) for quantity in quantities_of(rows)]
     if with_bytes := with_bits(rows):
         tables.append(table_of_text(with_bytes, BITS, over_seeds=True))
     protocol = rows[0].get("protocol") or ""
-    section = Section(heading, description(protocol), tables)
-
-    highest = {}
-    for label, group in groups.items():
-        highest[label] = max(filter(None, (row["perplexity"] for row in group)), default=math.inf)
-    far = [label for label in groups if highest[label] >= 2 * min(highest.values())]
-    reference = None
-    if protocol != TASK:  # accuracies are compared by tools/compare.py
-        named = against is not None and matching(against, groups)
-        reference = select(against or "", groups) if named else next(iter(groups))
-    figures = {}
-    if len({row["length"] for row in rows}) > 1:
-        if protocol == TASK:
-            figures["accuracy"] = draw_accuracy({heading: groups})
-        else:
-            figures["perplexity"] = draw_perplexity(groups)
-        if far and protocol != TASK and len(groups) >= len(far) + 2:
-            figures["perplexity-near"] = draw_perplexity(groups, without=far)
-    if reference and any(row.get("position_losses") for row in rows):
-        figures["position"] = draw_by_position(groups, minus=reference, without=far)
-    section.figures = {f"{prefix}{name}": figure for name, figure in figures.items()}
-
-    if reference and len(groups) > 1:
+    section = Section(in_words(heading), description(protocol), tables)
+    comparisons = []
+    if protocol == TASK:  # accuracies are compared by tools/compare.py
+        section.figures = [draw_accuracy({heading: groups})]
+    else:
+        reference, *_ = (against and matching(against, groups)) or groups
+        positions = [by_position(groups), by_position(groups, reference)]
+        if panels := [panel for panel in positions if panel]:
+            section.figures = [draw(panels)]
+        elif len({row["length"] for row in rows}) > 1:
+            section.figures = [draw([by_length(groups)])]
         try:
-            comparisons = compared(groups, reference)
+            comparisons = compared(groups, reference) if len(groups) > 1 else []
         except UserError as fault:
             section.notes = [str(fault)]
         else:
-            section.tables += tables_of(sorted(comparisons, key=lambda pair: pair.length))
+            section.comparisons = tables_of(sorted(comparisons, key=lambda pair: pair.length))
             section.notes = how_made(comparisons)
+    if len(groups) > 1:
+        section.summary = _summary(groups, comparisons)
     return section
+
+
+def _summary(groups: Groups, comparisons: Sequence[Comparison]) -> list[str]:
+    """Who is best at the longest length, who gains beyond the window, and how sure that is."""
+    panel = by_length(groups)
+    length = panel.means.index[-1]
+    is_loss = panel.quantity == PERPLEXITY.name
+    last = panel.means.loc[length].dropna().sort_values(ascending=is_loss)
+    ranked = [f"{label} ({cell(value)})" for label, value in last[:3].items()]
+    lines = [f"Best at {length} tokens, {panel.quantity}: {'; '.join(ranked)}."]
+    gains = {}
+    for label, value in last.items():
+        window = f"{label}, window {trained_length(groups[label][0])}"
+        if window in last:
+            gains[label] = value < last[window]
+    if gains:
+        words = "; ".join(label for label in gains if gains[label]) or "none"
+        lines.append(f"Better with all of the text than with a window of the training: {words}.")
+    at_end = [pair for pair in comparisons if pair.length == length]
+    if any(pair.is_claim for pair in at_end):
+        words = "; ".join(pair.encoding for pair in at_end if pair.mark) or "none"
+        lines.append(f"Different from {at_end[0].reference} there over seeds: {words}.")
+    elif at_end:
+        lines.append("With fewer than three common seeds this is about these weights alone.")
+    return lines
 
 
 # --- Files ---
 
 
-def write_page(page: Sequence[Section], path: Path, plots: Path | None = None) -> None:
-    """Write the page, and with `plots` its figures as files in that folder."""
+def write_page(page: Sequence[Section], path: Path) -> None:
+    """Write the page."""
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
     environment.filters["base64"] = lambda figure: base64.b64encode(
         picture(figure, ".svg")
     ).decode()
     text = environment.get_template("page.html").render(sections=page)
-    if plots is not None:
-        for section, suffix in itertools.product(page, PICTURES):
-            for name, figure in section.figures.items():
-                write(figure, plots / f"{name}{suffix}")
     write_output(path, text.encode(), MARK)

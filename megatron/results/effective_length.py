@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron.results.comparison import Difference, difference_of
 from megatron.results.labels import kinds
-from megatron.results.row import RUN, Row, grouped, trained_length, value_of
+from megatron.results.row import RUN, Row, grouped, identity, trained_length, value_of
 from megatron.results.table import Table
 
 MODEL = tuple(key for key in RUN if key not in ("window", "window_layers"))
@@ -49,29 +49,24 @@ class EffectiveLength:
 def effective_lengths(rows: Sequence[Row]) -> dict[str, EffectiveLength | None]:
     """Of every kind with rows of `tail`, by its label; None where the window was not measured."""
     tails = [row for row in rows if row.get("protocol") == "tail" and row["loss"] is not None]
-    control_of: dict[int, Row] = {}
-    for of_model in grouped(tails, MODEL):
-        train_length = trained_length(of_model[0])
-        limited = [row for row in of_model if value_of(row, "window") == train_length]
-        by_length = sorted(limited, key=lambda row: row["length"])
-        for row in of_model:
-            # The targets are the same at all lengths, so that one length is enough.
-            if by_length and row["length"] > (train_length or 0):
-                control_of[id(row)] = by_length[-1]
+    control_of = {}
+    for row in sorted(tails, key=lambda row: row["length"]):
+        # The targets are the same at all lengths, so that the window's longest one is enough.
+        if value_of(row, "window") == trained_length(row):
+            control_of[identity(row, MODEL)] = row
 
     lengths: dict[str, EffectiveLength | None] = {}
     unlimited = [row for row in tails if not isinstance(value_of(row, "window"), int)]
     for label, measured in kinds(unlimited).items():
+        train_length = trained_length(measured[0]) or 0
         differences = {}
-        for at_length in grouped(measured, ["length"]):
-            pairs = [(row, control_of[id(row)]) for row in at_length if id(row) in control_of]
-            if pairs:
-                ours, controls = zip(*pairs, strict=True)
-                differences[ours[0]["length"]] = difference_of(ours, controls)
-        train_length = trained_length(measured[0])
-        lengths[label] = None
-        if train_length is not None and differences:
-            lengths[label] = EffectiveLength(train_length, differences)
+        for rows_at_length in grouped(measured, ["length"]):
+            ours = [row for row in rows_at_length if identity(row, MODEL) in control_of]
+            controls = [control_of[identity(row, MODEL)] for row in ours]
+            length = rows_at_length[0]["length"]
+            if ours and length > train_length:
+                differences[length] = difference_of(ours, controls)
+        lengths[label] = EffectiveLength(train_length, differences) if differences else None
     return lengths
 
 

@@ -113,6 +113,7 @@ def read_lines(path: Path) -> list[Facts]:
     for number, text in enumerate(content.splitlines(), 1):
         try:
             rows.append(facts_of_line(text, Row))
+            rows[-1].pop("label", None)  # a name for one command
         except ValueError as fault:
             raise UserError(
                 f"{path}, line {number}: is no result of evaluate.py: {fault}"

@@ -1,6 +1,15 @@
-"""Labels: rows by what they measured, and the label that `--against` means."""
+"""Labels: rows by what they measured, and the labels that options of commands mean.
 
+names.yml is the table of display names of all plots, tables and pages.
+"""
+
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from megatron.errors import UserError
 from megatron.results.row import (
@@ -29,7 +38,38 @@ from megatron.results.row import (
     plain,
     text_of,
     value_of,
+    with_facts,
 )
+
+NAMES: dict[str, dict[str, str]] = yaml.safe_load(
+    Path(__file__).with_name("names.yml").read_text(encoding="utf-8")
+)
+
+
+# --- Display names ---
+
+
+def word_of(key: str, value: Any, *, whole: bool = False) -> str:
+    """How labels, titles and notes write a value: "window 512", "YaRN ×2".
+
+    whole: a method with all of its options
+    """
+    text = plain(value)
+    if key == "method":
+        name, _, options = text.partition(",")
+        factor = re.match(r"factor=(?!1,|1$)([\d.]+)", options)
+        more = f" ({options})" if whole else f" ×{factor[1]}" if factor else ""
+        text = NAMES["methods"].get(name, name) + more
+    return NAMES["keys"].get(key, f"{key} {{}}").replace("{}", text)
+
+
+def in_words(heading: str) -> str:
+    """A heading of `sections` with what the protocol scores in place of its key."""
+    words = NAMES["protocols"]
+    return re.sub(r"(?<=: )\w+", lambda key: words.get(key[0], key[0]), heading, count=1)
+
+
+# --- Rows by label ---
 
 
 def axes_of(rows: Sequence[Question]) -> tuple[str, ...]:
@@ -108,19 +148,21 @@ def labels_of(
     or in the kind of layers, gate, softmax or optimizer, an unusual value is named whatever the
     encoding. A usual or an unknown value adds no word.
     """
-    labels = list(names or map(encoding_of, rows))
+    labels = list(names or (row.get("label") or encoding_of(row) for row in rows))
     for key in keys:
         values = [value_of(row, key) for row in rows]
-        words_of: dict[str, set[str]] = {}
-        for label, value in zip(labels, values, strict=True):
-            words_of.setdefault(label, set()).add(plain(value))
-        differ = len(set(map(plain, values))) > 1
+        named = {plain(value): word_of(key, value) for value in values}
+        times = Counter(named.values())
+        labelled = {*zip(labels, map(plain, values), strict=True)}
+        values_of = Counter(label for label, _ in labelled)
         for number, (label, value) in enumerate(zip(labels, values, strict=True)):
-            if value is None or value == USUAL.get(key):
+            # An encoding's defaults need no word, if no row lacks its options.
+            if value in (None, USUAL.get(key)) or (value == {} and (label, "None") not in labelled):
                 continue
-            is_named = differ and (key in VARIANT or key in SHOWN_IF_SET)
-            if is_named or len(words_of[label]) > 1:
-                labels[number] += f", {key} {plain(value)}"
+            is_named = len(named) > 1 and key in (*VARIANT, *SHOWN_IF_SET)
+            if (is_named and not rows[number].get("label")) or values_of[label] > 1:
+                several = times[named[plain(value)]] > 1
+                labels[number] += f", {word_of(key, value, whole=several)}"
     return labels
 
 
@@ -146,14 +188,32 @@ def other_differences(ours: Question, theirs: Question) -> dict[str, str]:
 # --- What a user calls rows ---
 
 
-def select(against: str, kinds: Mapping[str, Sequence[Question]]) -> str:
-    """The label that `--against` means among rows by label; UserError for none and for several."""
+def arranged(rows: Sequence[Row], only: Sequence[str], names: Sequence[str]) -> list[Row]:
+    """The rows of some labels in their order, by default of all; names: texts old=new.
+
+    Raises UserError for what is no label here.
+    """
+    groups = kinds(rows)
+    new_names = {}
+    for text in names:
+        old, _, new = text.rpartition("=")
+        new_names[select(old, groups, "--names")] = new
+    labels = [select(text, groups, "--only") for text in only] or groups
+    shown = []
+    for label in dict.fromkeys(labels):
+        name = {"label": new_names.get(label, "")}
+        shown += [with_facts(row, name) for row in groups[label]]
+    return shown
+
+
+def select(against: str, kinds: Mapping[str, Sequence[Question]], option: str = "--against") -> str:
+    """The label that an option means among rows by label; UserError for none and for several."""
     labels = matching(against, kinds)
     if len(labels) == 1:
         return labels[0]
     choices = ", ".join(repr(label) for label in labels or kinds)
     problem = "means several encodings" if labels else "is no encoding of these results"
-    raise UserError(f"--against: {against!r} {problem} - choose one of {choices}")
+    raise UserError(f"{option}: {against!r} {problem} - choose one of {choices}")
 
 
 def matching(against: str, kinds: Mapping[str, Sequence[Question]]) -> list[str]:

@@ -69,6 +69,8 @@ class Question(Variant, Setting, ProtocolOptions, total=False):
     pos_emb: Required[str]
     pos_emb_args: dict[str, Any]  # options of the encoding, as in YAML
     train_length: int  # tokens of a training window
+    stage_length: int  # the same in the stage of its step, of a context that grows
+    stage_ends: list[int]  # last steps of the stages
     windows_per_step: int | None  # windows that one update reads, over all devices
     seed: int | None
     step: Required[int]  # updates so far
@@ -140,6 +142,7 @@ class Row(Question, Pieces, Answers, Collected, total=False):
     perplexity: Required[float | None]  # exp(loss)
     loss_stderr: float | None  # from the windows, allowing for correlated neighbours
     reason: str | None
+    label: str  # a name that show_results.py --names gave; no file has it
     bytes: float  # UTF-8 bytes of the scored targets; the end of a document has none
     bytes_from: str  # tokenizer: counted exactly; card: tokens times the corpus's bytes per token
     bits_per_byte: float | None  # loss * tokens / (ln 2 * bytes)
@@ -167,25 +170,20 @@ SHOWN_IF_SET = (
     *("layer_kinds", "linear_pos_emb", "attention_gate", "softmax_type"),
     "optimizer_type",
 )
-OF_TRAINING = ("train_length", "step", "windows_per_step", "trained_on", "parent_model")
+OF_TRAINING = (
+    *("train_length", "stage_length", "step", "windows_per_step", "trained_on", "parent_model"),
+)
 KIND = ("pos_emb_args", *VARIANT, "bos_token", *SHOWN_IF_SET, *OF_TRAINING)
 PLACE = ("tokens", "text")
 BOOKKEEPING = ("sweep", "config_hash", "checkpoint")
 # Equal for rows of one line of a table. The hash of a configuration stands for the model.
 RUN = ("pos_emb", "config_hash", "checkpoint", "bos_token", "step", "seed", *VARIANT, *SETTING)
 
-# How the notes beneath a table write a key, and the columns of a table of models.
-NOTES = {
-    "step": "step {}",
-    "trained_on": "trained on {}",
-    "parent_model": "from {}",
-    "seed": "seed {}",
-    "config_hash": "config {}",
-    "dtype": "{}",
-    "attention_backend": "attention {}",
-    "device": "on {}",
-    "commit": "commit {}",
-}
+# What the notes beneath a table say, and the columns of a table of models.
+NOTES = (
+    *("step", "stage_length", "trained_on", "parent_model", "seed", "config_hash", "dtype"),
+    *("attention_backend", "device", "commit"),
+)
 COLUMNS = (
     *("pos_emb", "pos_emb_args", *SHOWN_IF_SET, "dtype", "train_length", "step", "trained_on"),
     *("parent_model", "seed", "tokenizer", "config_hash", "commit"),
@@ -275,8 +273,8 @@ def shown_fact(row: Question, key: str) -> Any:
 
 
 def trained_length(row: Question) -> int | None:
-    """The tokens of a window in training; None before the first update, or if it is unknown."""
-    return row.get("train_length") if row["step"] > 0 else None
+    """The tokens of a window in training at its step; None before the first, or if unknown."""
+    return row.get("stage_length", row.get("train_length")) if row["step"] > 0 else None
 
 
 def with_facts(row: AnyQuestion, facts: Mapping[str, Any]) -> AnyQuestion:

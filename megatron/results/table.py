@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from megatron.errors import UserError, visible
-from megatron.results.labels import kinds, runs, sections
+from megatron.results.labels import kinds, runs, sections, word_of
 from megatron.results.row import (
     EXACT,
     MEAN,
@@ -21,7 +21,6 @@ from megatron.results.row import (
     VARIANT,
     Pieces,
     Row,
-    plain,
     shown_fact,
     text_of,
     trained_length,
@@ -295,7 +294,8 @@ def _notes(
     lines: the rows of each line of the table; each: a line for the facts of each run
     """
     shared = [key for key in NOTES if len({row.get(key) for row in rows}) == 1]
-    notes = [f"each: {words}" for words in [_facts(rows[0], shared)] if words]
+    words = _facts(rows[0], shared)
+    notes = [f"each: {', '.join(words)}"] if words else []
     lengths = {row["length"] for row in rows}
     if rows[0].get("protocol") in OTHER_TEXT and len(lengths) > 1:
         notes.append(OTHER_TEXT_NOTE)
@@ -310,9 +310,10 @@ def _notes(
     if lengths & {trained_length(row) for row in rows}:
         notes.append("* training length")
     for label, group in lines.items():
-        keys = [key for key in NOTES if key not in shared and f", {key} " not in label]
-        if each and (words := _facts(group[0], keys)):
-            notes.append(f"{label}: {words}")
+        words = _facts(group[0], [key for key in NOTES if key not in shared])
+        words = [word for word in words if word not in label]
+        if each and words:
+            notes.append(f"{label}: {', '.join(words)}")
         refused = [row for row in group if quantity.of(row) is None]
         if refused:
             at = ", ".join(str(row["length"]) for row in refused)
@@ -320,10 +321,10 @@ def _notes(
     return notes
 
 
-def _facts(row: Row, keys: Iterable[str]) -> str:
-    """Facts of a row in words, such as "step 2000, seed 1234"."""
+def _facts(row: Row, keys: Iterable[str]) -> list[str]:
+    """Facts of a row in words, such as "step 2000" and "seed 1234"."""
     values = {key: shown_fact(row, key) for key in keys}
-    return ", ".join(NOTES[key].format(value) for key, value in values.items() if value is not None)
+    return [word_of(key, value) for key, value in values.items() if value is not None]
 
 
 def setting(rows: Sequence[Row]) -> str:
@@ -356,5 +357,5 @@ def shared_values(rows: Sequence[Row], keys: Iterable[str]) -> list[str]:
     for key in keys:
         values = [value_of(row, key) for row in rows]
         if values.count(values[0]) == len(rows) and values[0] not in (None, USUAL.get(key)):
-            words.append(f"{key} {plain(values[0])}")
+            words.append(word_of(key, values[0]))
     return words

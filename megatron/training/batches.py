@@ -1,4 +1,4 @@
-"""The text of a training: its vocabulary, and the batches of each step."""
+"""The text of a training run: its vocabulary, and the batches of each step."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -19,11 +19,12 @@ VOCAB = 50257  # GPT-2's
 
 
 def open_text(config: Config) -> tuple[dict[str, Part], dict[str, Any]]:
-    """The parts train and, if the run validates, valid; and what a checkpoint says of the text.
+    """The parts `train` and, if the run validates, `valid`; and the facts that a checkpoint stores.
 
     The facts are vocab (rows of the embedding), tokenizer {type, hash, vocab_size, eod}, corpus and
-    corpora, those of both parts. Raises UserError if token files and configured tokenizer disagree,
-    neither gives the vocabulary, or a key needs an end of documents that the text lacks.
+    corpora, those of both parts. Raises UserError if the token files and the configured tokenizer
+    disagree, if neither gives the vocabulary, or if a key needs end-of-document tokens and the text
+    has none.
     """
     names = ["train"]
     if config.training.validation_interval:
@@ -39,15 +40,16 @@ def open_text(config: Config) -> tuple[dict[str, Part], dict[str, Any]]:
             tokens.check_tokenizer(built)
     if tokenizer is None:
         raise UserError(
-            f"vocab_file: not set, and no sidecar {files[0].prefix}.json names the tokenizer -"
-            " set tokenizer_type, vocab_file and merge_file to what wrote the data"
+            f"vocab_file: is not set, and there is no {files[0].prefix}.json that names the"
+            " tokenizer - set tokenizer_type, vocab_file and merge_file to the tokenizer that"
+            " wrote the data"
         )
     for tokens in files:
         other = tokens.meta.get("tokenizer", tokenizer)
         if built is None and other.get("hash") != tokenizer.get("hash"):
             raise UserError(
-                f"{tokens.prefix}: was written by another tokenizer than {files[0].prefix}"
-                " - prepare all corpora of a run with one"
+                f"{tokens.prefix}: was not written by the same tokenizer as {files[0].prefix} -"
+                " prepare all corpora of a run with one tokenizer"
             )
         for key in ("reset_attention_mask", "eod_mask_loss"):
             if config[key]:
@@ -64,7 +66,7 @@ def open_text(config: Config) -> tuple[dict[str, Part], dict[str, Any]]:
 
 
 def likely_rows(config: Config) -> int:
-    """Rows of the embedding: by the data if they are at hand, else GPT-2's."""
+    """Rows of the embedding: from the data if they exist here, else GPT-2's."""
     size = VOCAB
     with suppress(UserError):
         tokens = open_parts(config.data, ["train"])["train"].files[0]
@@ -73,25 +75,25 @@ def likely_rows(config: Config) -> int:
 
 
 def windows_per_step(config: Config) -> int:
-    """Windows of one rank in an optimizer step."""
+    """Windows per rank in an optimizer step."""
     training = config.training
     return training.train_micro_batch_size_per_gpu * training.gradient_accumulation_steps
 
 
 def length_of_step(config: Config, step: int) -> int:
-    """Tokens of a window in a step, the first of which is 1."""
+    """Tokens per window at a step (the first step is 1)."""
     stage = config.training.stage_of(step)
     length = None if stage is None else stage.seq_length
     return length or config.model.seq_length
 
 
 class Batches:
-    """Windows of the training and the validation text for this rank.
+    """This rank's windows of the training and validation text.
 
     parts: train, and valid if the run validates
-    used: windows that all ranks together have used for training
-    planned: windows for which the order was drawn, which fewer do not change
-    Raises UserError if the data do not suffice.
+    used: windows that all ranks together have already used for training
+    planned: number of windows for which the order was drawn
+    Raises UserError if there is not enough data.
     """
 
     def __init__(
@@ -117,8 +119,9 @@ class Batches:
     def next_step(self, length: int) -> list[Tensor]:
         """The next step's batches of this rank: [micro_batch, seq_length + 1] each.
 
-        Windows are cut into those of a shorter `length`: the last target of one is the first input
-        of the next, so inputs and targets stay. [micro_batch * seq_length / length, length + 1]
+        Windows are cut into pieces of a shorter `length`: the last target of a piece is the first
+        input of the next one, so inputs and targets stay the same.
+        [micro_batch * seq_length / length, length + 1]
         """
         accumulated = self.config.training.gradient_accumulation_steps
         micro_batches = [next(self.train_windows) for _ in range(accumulated)]

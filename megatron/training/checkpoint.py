@@ -1,9 +1,9 @@
-"""Save a training, and delete the checkpoints that are too old.
+"""Save a training run, and delete checkpoints that are too old.
 
 SAVE/latest                                 name of the newest folder
 SAVE/global_step100/model.safetensors       weights in float32, by our names
                     config.yml              the complete configuration
-                    pos_emb_file.py         the text of the user's own encoding; never run from here
+                    pos_emb_file.py         the user's own encoding; never run from here
                     checkpoint.json         step, config_hash, vocab, tokenizer, corpus, commit,
                                             size and SHA-256 of every other file
                     optimizer.safetensors   the optimizer's state, for resuming; see `full_state`
@@ -30,16 +30,17 @@ SHOWN = 3  # names in a message
 def save(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> Path:
     """Write partial_step{step}, rename it to global_step{step}, then point `latest` at it.
 
-    Every rank calls this. facts: entries of checkpoint.json beyond step, hash, commit and files
-    Raises UserError on every rank if a number to be saved is not finite or a file cannot be
-    written. Then nothing of this step is left, and earlier checkpoints stay.
+    Every rank calls this. facts: entries of checkpoint.json in addition to step, hash, commit and
+        files
+    Raises UserError on every rank if a number is not finite or a file cannot be written. Then
+    nothing of this step remains, and earlier checkpoints are kept.
     """
     step, grid = trainer.step, trainer.grid
     weights = full_weights(trainer, keep=grid.first)
     optimizer = full_state(trainer, keep=grid.first)
     with shared_faults(grid):
         if grid.first:
-            # Least and largest show it, at an eighth of a norm's time.
+            # Minimum and maximum show it, in an eighth of a norm's time.
             names = [
                 name
                 for name, tensor in {**weights, **optimizer}.items()
@@ -47,8 +48,8 @@ def save(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> Path:
             ]
             if names:
                 raise UserError(
-                    f"save: not finite after step {step}: {', '.join(names[:SHOWN])} - nothing was"
-                    f" saved, earlier checkpoints stay; {CURE}"
+                    f"save: not finite after step {step}: {', '.join(names[:SHOWN])} - no"
+                    f" checkpoint was saved, and earlier ones were kept; {CURE}"
                 )
             remove_unfinished(folder)
             write_checkpoint(folder, step, weights, trainer.config, facts, optimizer)
@@ -58,7 +59,7 @@ def save(trainer: Trainer, folder: Path, facts: dict[str, Any]) -> Path:
 def full_weights(trainer: Trainer, *, keep: bool = True) -> dict[str, Tensor]:
     """The whole model's weights in float32 on the CPU, from the optimizer's master copy if any.
 
-    Every rank calls this, as with ZeRO each holds a part; ranks without `keep` get none.
+    Every rank calls this, because with ZeRO each holds a part; ranks without `keep` get none.
     """
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -73,18 +74,18 @@ def full_weights(trainer: Trainer, *, keep: bool = True) -> dict[str, Tensor]:
 
 
 def full_state(trainer: Trainer, *, keep: bool = True) -> dict[str, Tensor]:
-    """The optimizer's state by names that fit every number of ranks, ZeRO stage and precision.
+    """The optimizer's state under names that fit any number of ranks, ZeRO stage and precision.
 
-    exp_avg.NAME: an average of the whole weight of that name, float32, on the CPU
-    step: Adam's updates; before the first one there are no averages
-    loss_scale: where the dynamic one of fp16 stands
+    exp_avg.NAME: an average for the whole weight of that name, float32, on the CPU
+    step: number of Adam's updates; before the first one there are no averages
+    loss_scale: the current dynamic loss scale of fp16
 
     Every rank calls this; ranks without `keep` get no averages.
     """
     from deepspeed.utils import safe_get_full_optimizer_state
 
     engine, optimizer = trainer.engine, trainer.optimizer
-    # Torch counts in the state, apex in the groups.
+    # Torch counts updates in the state, apex in the groups.
     counters = [*optimizer.state.values(), *optimizer.param_groups]
     step = max((float(counter["step"]) for counter in counters if "step" in counter), default=0.0)
     state = {"step": torch.tensor(step)}
@@ -95,7 +96,7 @@ def full_state(trainer: Trainer, *, keep: bool = True) -> dict[str, Tensor]:
     if not step:
         return state
     if engine.zero_optimization_stage() in (1, 2):
-        # DeepSpeed links the averages once, when only the first group has some.
+        # DeepSpeed links the averages only once, when only the first group has any.
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     keys = averages_of(trainer.model, trainer.config.optimizer)
@@ -103,7 +104,7 @@ def full_state(trainer: Trainer, *, keep: bool = True) -> dict[str, Tensor]:
         for key in keys[name]:
             if engine.zero_optimization():
                 average = cast(Tensor, safe_get_full_optimizer_state(parameter, key))
-            else:  # it has none where there was never a gradient
+            else:  # none if there was never a gradient
                 average = optimizer.state.get(parameter, {}).get(key, torch.zeros_like(parameter))
             if keep:
                 state[f"{key}.{name}"] = average.detach().cpu().contiguous()

@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import save as serialized
 from torch import Tensor
 from torch.profiler import profile
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 from megatron.checkpoints.manifest import WEIGHTS
 from megatron.checkpoints.saved import remove_unfinished, with_parent
@@ -45,22 +44,22 @@ from megatron.training.trainer import StepResult, Trainer
 
 logger = logging.getLogger(__name__)
 
-TRACED = 3  # the step of a start that `profile` records; torch prepares itself in the first
+TRACED = 3  # the step after a start that `profile` records; in the first ones torch warms up
 
 
 def train(config: Config, grid: Grid) -> Path | None:
     """Train as the configuration says, from its checkpoint if there is one.
 
-    Returns the last checkpoint's folder, also if exit_interval or exit_duration ends the run early.
-    A signal ends the process with 128 + its number. Raises UserError if something does not fit,
-    which is found before the engine is built, or a loss is not finite.
+    Returns the last checkpoint's folder, even if exit_interval or exit_duration ends the run early.
+    After a signal the process exits with 128 + its number. Raises UserError if something doesn't
+    fit, before the engine is built, or if a loss is not finite.
     """
     if config.precision.dtype == "fp16" and grid.device.type == "cpu":
         raise UserError("precision: fp16 needs a CUDA device - use bf16 or fp32 on the CPU")
     save_to = config.checkpoint.save
     owned = owned_folder(Path(save_to), "save") if save_to else contextlib.nullcontext()
     with owned_by_first(grid, owned):
-        # Open: the text, the checkpoint that the run goes on from, the engine, the logs.
+        # Open the text, the checkpoint to continue from, the engine and the logs.
         if save_to and grid.first:
             remove_unfinished(Path(save_to))
         with shared_faults(grid):
@@ -74,7 +73,7 @@ def train(config: Config, grid: Grid) -> Path | None:
         saved = start.before.path if start.before else None
         is_ours = saved and save_to and saved.parent.resolve() == Path(save_to).resolve()
         if is_ours and is_due(start.step, config.evaluation.extrapolation_interval, steps):
-            # Rows that a kill or a stop left unmeasured at this step.
+            # Measure rows of this step that are missing after a kill or a stop.
             from megatron.evaluation.evaluate_checkpoint import evaluate, options_of_training
 
             evaluate(config, replace(options_of_training(config), checkpoint=str(saved)))
@@ -83,11 +82,12 @@ def train(config: Config, grid: Grid) -> Path | None:
             return saved
         run = Run(config, grid, parts, facts, start)
         trainer, losses, stop = run.trainer, run.losses, run.stop
+        from tqdm.contrib.logging import logging_redirect_tqdm  # of the extra `train`
 
         with contextlib.closing(run.log), logging_redirect_tqdm(), stop:
             if start.before is None and checkpoint.is_saved(0, config.checkpoint):
                 saved = run.save()
-            peak_memory(grid.device)  # so that the first line's peak leaves out the engine's start
+            peak_memory(grid.device)  # so that the first peak excludes the engine's start
 
             for step in range(start.step + 1, steps + 1):
                 if stop.reason is not None:
@@ -111,8 +111,8 @@ def train(config: Config, grid: Grid) -> Path | None:
                     tokens = run.batches.used * config.model.seq_length
                     run.log.step(trainer, result, losses.take_mean(), {"tokens": tokens})
                 if validates:
-                    # Before the checkpoint: a resumed run lacks no validation, and after one that
-                    # is not finite no checkpoint is written.
+                    # Validate before saving: then a resumed run misses no validation, and no
+                    # checkpoint is written if the validation loss is not finite.
                     run.validate()
                 if saves or stops:
                     saved = run.save()
@@ -122,12 +122,12 @@ def train(config: Config, grid: Grid) -> Path | None:
                     if stops and not saves:
                         saved = run.save()
 
-        # Close: say why the run ended early, if only before what is measured after the last step.
+        # Close, and say why the run ended early, even if only the last measurements are missing.
         if stop.reason is not None:
             reason, status = stop.reason
             outcome = f"saved {saved}; load={saved} continues it"
             if saved is None:
-                outcome = "nothing was saved, for save is not set"
+                outcome = "nothing was saved, because save is not set"
             logger.warning(f"stopped at step {trainer.step} of {steps} ({reason}), {outcome}")
             if status:
                 sys.exit(status)
@@ -135,15 +135,15 @@ def train(config: Config, grid: Grid) -> Path | None:
 
 
 def is_due(step: int, interval: int, steps: int) -> bool:
-    """Whether a measurement belongs to a step: every `interval` steps and the last; 0: never."""
+    """Whether a measurement is due at a step: every `interval` steps and at the last; 0: never."""
     return bool(step and interval) and (step == steps or step % interval == 0)
 
 
 class Run:
-    """A training that is open: its engine at the start, its text, checkpoints and logs.
+    """An open training run: its engine, text, checkpoints and logs.
 
-    parts, facts: of `open_text`. Every rank calls each method at the same step.
-    Raises UserError if the model does not fit into the memory or a place cannot be written.
+    parts, facts: from `open_text`. Every rank calls each method at the same step.
+    Raises UserError if the model doesn't fit into memory or a file cannot be written.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Run:
         vocab = facts["vocab"]
         model = from_config(config, vocab, facts["tokenizer"].get("eod"))
         self.batches = Batches(config, grid, parts, start.windows, start.planned)
-        if training.validation_interval:  # what cannot be validated is refused now
+        if training.validation_interval:  # fail now if validation is impossible
             window = torch.zeros(1, config.data.seq_length_val, config.model.hidden_size)
             model.position.on_embeddings(window)
             self.batches.validation()
@@ -178,7 +178,7 @@ class Run:
         self.trainer = trainer = Trainer(config, model, grid)
         logger.info(
             f"{config.label}: {count:,} parameters, {in_encoding:,} of them in the encoding;"
-            f" {vocab} rows of vocabulary; config {config.hash}"
+            f" vocabulary of {vocab} rows; config {config.hash}"
         )
         logger.info(
             f"{grid.ranks} rank(s) on {grid.device.type}, {config.precision.dtype},"
@@ -190,7 +190,7 @@ class Run:
             resume(trainer, start.before.path, start.before.record)
         trainer.restore_exact_positions()
         self.stage: Stage | None = None
-        self.context = context_of(grid, "all_gather")  # of rows within the training
+        self.context = context_of(grid, "all_gather")  # for rows measured during training
         if config.evaluation.extrapolation_interval:
             from megatron.evaluation.evaluate_checkpoint import check_training  # needs `train`
 
@@ -206,7 +206,7 @@ class Run:
         self.log_folder = log_folder or Path()
 
     def enter_stage(self, step: int) -> None:
-        """Let the model be that of a step's stage, before the step."""
+        """Before a step, give the model the settings of the step's stage."""
         stage = self.config.training.stage_of(step)
         if stage is self.stage:
             return
@@ -216,7 +216,7 @@ class Run:
         logger.info(f"from step {step} on: {plain(stage) if stage else 'as configured'}")
 
     def save(self) -> Path | None:
-        """The folder of a checkpoint of this step, or None where `save` is not set."""
+        """The folder of this step's checkpoint, or None if `save` is not set."""
         if self.folder is None:
             return None
         record = self.facts | self.batches.record() | self.losses.record()
@@ -231,15 +231,15 @@ class Run:
 
     @contextlib.contextmanager
     def trace(self) -> Iterator[None]:
-        """Record what happens within, in the run's folder."""
+        """Profile the block; the trace is written to the run's folder."""
         path = self.log_folder / "profile.json.gz"
         with profile(record_shapes=True, profile_memory=True) as profiler:
             yield
         profiler.export_chrome_trace(str(path))
-        logger.info(f"profile: {path}, for https://ui.perfetto.dev")
+        logger.info(f"profile: {path}; open it in https://ui.perfetto.dev")
 
     def extrapolate(self, step: int) -> None:
-        """Write evaluate.py's rows of these weights if they are due; existing ones are kept."""
+        """Write evaluate.py's rows for these weights if they are due; existing rows are kept."""
         interval = self.config.evaluation.extrapolation_interval
         if not is_due(step, interval, self.config.training.train_iters):
             return
@@ -257,22 +257,22 @@ class Run:
             )
 
     def validate(self) -> None:
-        """Measure and log the loss of the validation. Raises UserError if it is not finite."""
+        """Measure and log the validation loss. Raises UserError if it is not finite."""
         step = self.trainer.step
         with self.log.paused():
             loss = self.trainer.validate(self.batches.validation(), self.config.training.eval_iters)
         if not math.isfinite(loss):
             raise UserError(
-                f"validation: its loss is {loss} at step {step}, no checkpoint of this step is"
-                f" written - {checkpoint.CURE}"
+                f"validation: the loss is {loss} at step {step}, so no checkpoint is saved for this"
+                f" step - {checkpoint.CURE}"
             )
         self.log.validation(step, loss)
 
 
 class Losses:
-    """Losses since the last log line, and the rule for one that is not finite.
+    """Losses since the last log line, and the check that they are finite.
 
-    Every rank calls each method at the same step. record: checkpoint.json of the start, which holds
+    Every rank calls each method at the same step. record: checkpoint.json of the start; it holds
     mean losses that were not logged yet
     """
 
@@ -289,18 +289,18 @@ class Losses:
     def add(self, step: int, result: StepResult) -> None:
         norm = result.grad_norm
         if norm is None or self.config.precision.dtype == "fp16":
-            norm = 0.0  # in fp16 a loss scale that is too large is no fault of the step
+            norm = 0.0  # in fp16 an infinite norm may only mean that the loss scale was too large
         if not isinstance(norm, Tensor):
-            # Filled on the device: a copy from the host would wait for it.
+            # Filled on the device, because a copy from the host would wait for it.
             norm = torch.full((), norm, device=self.grid.device)
         numbers = torch.stack([result.loss.float(), norm.float()])
         self.unchecked.append((step, numbers))
 
     def check(self) -> None:
-        """Take the mean over all ranks of the losses since the last check.
+        """Average the losses since the last check over all ranks.
 
-        Raises UserError if a loss or a norm of any rank is not finite. Only here the ranks wait for
-        each other, and the host for the device.
+        Raises UserError if a loss or a norm of any rank is not finite. Only here do the ranks wait
+        for each other, and the host for the device.
         """
         if not self.unchecked:
             return

@@ -1,7 +1,7 @@
-"""Numbers of a run by step: speed, and where they go.
+"""A run's numbers for each step: speed, loss and more, and where they are logged.
 
-They go to metrics.jsonl, tensorboard and Weights & Biases. No log is worth hours of training: one
-that fails is a warning, and the run goes on.
+They go to metrics.jsonl, tensorboard and Weights & Biases. If a log fails, a warning says so and
+the run continues, because no log is worth hours of training.
 """
 
 import itertools
@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import yaml
 from torch import Tensor
-from tqdm import tqdm
 
 from megatron.config import Config
 from megatron.config.schema import Logging, Model
@@ -35,7 +34,7 @@ from megatron.training.trainer import StepResult, Trainer
 
 logger = logging.getLogger(__name__)
 
-WIDTH = 100  # characters of a line of the log
+WIDTH = 100  # characters in a line of the log
 CONSOLE = {
     "loss": "loss {:.4f}",
     "lr": "lr {:.2e}",
@@ -46,9 +45,10 @@ CONSOLE = {
     "grad_norm": "grad norm {:.3f}",
     "peak_memory_gib": "peak {:.2f} GiB",
 }
-"""The numbers of a record in a line of the log, most important first; metrics.jsonl has all."""
+"""The numbers in a line of the log, most important first; metrics.jsonl has all of them."""
 LARGEST_TABLE = 1024
-"""Numbers of one parameter that a record may hold: kernels, not a table of learned positions."""
+"""How many numbers of a parameter a record may hold: enough for kernels, not for a table of learned
+positions."""
 PEAKS: dict[str, list[float | None]] = yaml.safe_load(
     Path(__file__).with_name("peak_tflops.yml").read_text(encoding="utf-8")
 )
@@ -60,12 +60,12 @@ PEAKS: dict[str, list[float | None]] = yaml.safe_load(
 def flops_per_token(model: Model, vocab: int) -> float:
     """6 N + 12 layers hidden length: FLOPs of one token, forward and backward.
 
-    `hidden` stands for all heads' features.
+    `hidden` is the number of features of all heads.
 
     By PaLM (arXiv 2204.02311, appendix B). `model` is the configuration's section. N counts the
     weights that multiply: blocks, final norm and output matrix, not the looked-up input embedding
     and not the encoding. Attention counts all pairs of tokens, as PaLM does, although a causal
-    token attends to half of them. Recomputation does not count.
+    token attends to half of them. Recomputation doesn't count.
     """
     architecture = Architecture.of(model)
     products = 2.0 * palm_weights(architecture, vocab)
@@ -73,9 +73,9 @@ def flops_per_token(model: Model, vocab: int) -> float:
 
 
 def utilisation(flops: float, tokens_per_second: float, peak: float | None) -> dict[str, float]:
-    """Model TFLOP/s of one device, and its share of the peak TFLOP/s if that is known.
+    """Model TFLOP/s of one device, and its share of the peak TFLOP/s if the peak is known.
 
-    flops: of one token; mfu is PaLM's model FLOP utilisation.
+    flops: of one token; mfu: PaLM's model FLOP utilisation.
     """
     tflops = flops * tokens_per_second / 1e12
     numbers = {"model_tflops_per_second": tflops}
@@ -85,9 +85,9 @@ def utilisation(flops: float, tokens_per_second: float, peak: float | None) -> d
 
 
 def peak_of(name: str, products: str) -> float | None:
-    """Dense TFLOP/s of a device by its data sheet, or None if it is unknown.
+    """Dense TFLOP/s of a device from its data sheet, or None if unknown.
 
-    name: as CUDA has it: `NVIDIA A100-SXM4-80GB`, `Tesla V100-SXM2-16GB` …
+    name: as CUDA gives it: `NVIDIA A100-SXM4-80GB`, `Tesla V100-SXM2-16GB` …
     products: the number format of matrix products, fp16, bf16, fp32 or tf32
     """
     bare = re.sub(r"^(NVIDIA|Tesla) ", "", name)
@@ -98,7 +98,7 @@ def peak_of(name: str, products: str) -> float | None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: on CUDA the most since the last call, on the CPU the most this process ever used."""
+    """Peak bytes: on CUDA since the last call, on the CPU over the life of this process."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -110,16 +110,17 @@ def peak_memory(device: torch.device) -> int:
 # --- where the numbers go -------------------------------------------------------------------------
 
 Numbers = dict[str, Any]
-"""Of one record: step, kind (train or valid), and numbers by name."""
+"""Called with one record: step, kind (train or valid), and numbers by name."""
 
 
 class Metrics:
-    """Writes numbers by step to every place that the configuration names.
+    """Writes each step's numbers to every log that the configuration names.
 
-    folder: where metrics.jsonl grows (None: nowhere); settings: the section `logging`
-    config: all keys, for Weights & Biases; resumed_at: the step to continue after, None if new
-    run_id: of the run of Weights & Biases, or None if there is none
-    Raises UserError if a place cannot be written at the start; later that is a warning.
+    folder: for metrics.jsonl (None: don't write it); settings: the section `logging`
+    config: all keys, for Weights & Biases; resumed_at: the step to continue after, None for a new
+        run
+    run_id: id of the Weights & Biases run, or None if there is none
+    Raises UserError if a log cannot be written at the start; later it is only a warning.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class Metrics:
         run_id: str | None = None,
     ) -> None:
         self.writers: dict[str, Callable[[Numbers, Numbers], None]] = {}
-        self.lost: set[str] = set()  # places that have failed once
+        self.lost: set[str] = set()  # logs that have failed once
         self.ends: list[Callable[[], None]] = []
         place = ""
         try:
@@ -163,17 +164,17 @@ class Metrics:
                 import wandb  # slow to import
 
                 run = _run_of_wandb(folder, settings, config, run_id)
-            except Exception as fault:  # no package, network, key or rights, or an unknown answer
+            except Exception as fault:  # no package, network, key or rights, a bad answer
                 logger.warning(
-                    f"use_wandb: cannot start ({in_words(fault)}) - the run goes on without it;"
-                    " see that the package is installed and its server answers, or set"
+                    f"use_wandb: cannot start ({in_words(fault)}) - the run continues without it;"
+                    " check that the package is installed and its server answers, or set"
                     " WANDB_MODE=offline to keep the records for `wandb sync`"
                 )
             else:
                 self.writers["use_wandb"] = lambda record, charts: run.log(
                     {"step": record["step"], **charts}
                 )
-                # Without teardown a lost server is a traceback at the very end.
+                # Without teardown a lost server causes a traceback at the very end.
                 self.ends += [run.finish, wandb.teardown]
                 self.places.append(f"Weights & Biases ({run.url or run.dir})")
 
@@ -183,7 +184,7 @@ class Metrics:
         """Write one record. kind: train or valid; learned: the encoding's parameters, per head."""
         record: Numbers = {"step": step, "kind": kind}
         charts: Numbers = {}
-        for name, value in numbers.items():  # JSON knows no infinity
+        for name, value in numbers.items():  # JSON has no infinity
             is_finite = not isinstance(value, float) or math.isfinite(value)
             record[name] = value if is_finite else None
             if record[name] is not None:
@@ -199,20 +200,20 @@ class Metrics:
         for place, write in self.writers.items():
             try:
                 write(record, charts)
-            except Exception as fault:  # whatever a library or a disk may raise
+            except Exception as fault:  # anything that a library or a disk may raise
                 if place not in self.lost:
                     self.lost.add(place)
                     logger.warning(
                         f"{place}: step {step} could not be written ({in_words(fault)})"
-                        " - training goes on, and later records are tried again"
+                        " - training continues, and later records will be written if possible"
                     )
 
     def close(self) -> None:
-        """Write what is still buffered."""
+        """Write what is still in buffers."""
         for end in self.ends:
             try:
                 end()
-            except Exception as fault:  # whatever a library or a disk may raise
+            except Exception as fault:  # anything that a library or a disk may raise
                 logger.warning(f"logging: the last records are lost ({in_words(fault)})")
 
     def _write_line(self, record: Numbers, charts: Numbers) -> None:
@@ -226,9 +227,9 @@ class Metrics:
 
 
 class TrainingLog(Metrics):
-    """The lines of a training: a record by number for each, and one for the console.
+    """The lines of a training log: a record of numbers, and a line for the console.
 
-    It measures the speed of the steps between two lines and the time that is left.
+    It measures the speed of the steps between two lines and estimates the remaining time.
 
     record: checkpoint.json of the start; facts: of the next one. Only the first rank writes.
     """
@@ -242,6 +243,8 @@ class TrainingLog(Metrics):
         record: Mapping[str, Any],
         facts: Mapping[str, Any],
     ) -> None:
+        from tqdm import tqdm  # of the extra `train`, as the engine
+
         settings = config.logging
         super().__init__(
             folder if grid.first else None,
@@ -256,7 +259,7 @@ class TrainingLog(Metrics):
         self.steps = config.training.train_iters
         self.first_step = self.last_step = record.get("step", 0)
         self.started = self.moment = _now()
-        self.bar = tqdm(  # on a terminal, where a log has lines
+        self.bar = tqdm(  # a bar on a terminal, lines in a log
             total=self.steps,
             initial=self.first_step,
             bar_format="step {n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}",
@@ -271,7 +274,7 @@ class TrainingLog(Metrics):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A validation or a checkpoint: no part of a step's time."""
+        """Exclude the block (a validation or a checkpoint) from the step times."""
         before = _now()
         yield
         self.moment += _now() - before
@@ -279,7 +282,7 @@ class TrainingLog(Metrics):
     def step(self, trainer: Trainer, result: StepResult, loss: float, more: Numbers) -> None:
         """Log the steps since the last line.
 
-        result: of the last one; loss: the mean; more: further numbers
+        result: of the last step; loss: the mean; more: further numbers
         """
         config, step = self.config, trainer.step
         moment = _now()
@@ -305,7 +308,7 @@ class TrainingLog(Metrics):
         if not self.bar.disable:
             self.bar.set_postfix_str(f"loss {loss:.4f}, {speed:,.0f} tokens/s")
             return
-        # The time that is left if the rest takes as long as the steps so far, with their pauses.
+        # The remaining time if the other steps take as long as those so far, including pauses.
         done = max(1, step - self.first_step)
         left = (_now() - self.started) / done * (self.steps - step)
         numbers["left"] = timedelta(seconds=round(left))
@@ -323,7 +326,7 @@ class TrainingLog(Metrics):
 
 
 def console_line(line: str, numbers: Numbers, learned: Mapping[str, Tensor]) -> str:
-    """A beginning, and as many numbers as fit."""
+    """A line with this beginning and as many numbers as fit."""
     words = [text.format(numbers[name]) for name, text in CONSOLE.items() if name in numbers]
     words += [f"{name} {value.mean():.3f}" for name, value in learned.items()]
     for word in words:
@@ -337,7 +340,7 @@ def console_line(line: str, numbers: Numbers, learned: Mapping[str, Tensor]) -> 
 def _run_of_wandb(
     folder: Path | None, settings: Logging, config: dict[str, Any], run_id: str
 ) -> Any:
-    """A run of Weights & Biases, new or resumed. It asks no terminal for a key."""
+    """A Weights & Biases run, new or resumed. It never asks for an API key on the terminal."""
     import wandb  # slow to import
 
     options: dict[str, Any] = {"silent": True, "console": "off", "init_timeout": 15}
@@ -353,22 +356,22 @@ def _run_of_wandb(
         resume="allow",
         settings=wandb.Settings(**options, finish_timeout=30, finish_timeout_raises=True),
     )
-    # Records have an axis of their own: a resumed run sends those after its checkpoint again, and
-    # W&B's own counter would drop them.
+    # Records have their own axis, because a resumed run sends the records after its checkpoint
+    # again, and W&B's own counter would drop them.
     run.define_metric("step", hidden=True)
     run.define_metric("*", step_metric="step")
     return run
 
 
 def _now() -> float:
-    """Seconds, after the device has finished its work."""
+    """The time in seconds, after the device has finished its work."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def _make_room(path: Path, resumed_at: int | None) -> None:
-    """Drop the records that a resumed run writes again; rename another run's file."""
+    """Drop the records that a resumed run will write again; rename a file of another run."""
     if not path.exists():
         return
     if resumed_at is not None:

@@ -1,4 +1,4 @@
-"""The optimizer, Adam or Muon; and its learning rate by step."""
+"""The optimizer, Adam or Muon, and its learning rate at each step."""
 
 import importlib
 import importlib.util
@@ -17,20 +17,20 @@ AVERAGES = ("exp_avg", "exp_avg_sq")
 MOMENTUM = ("momentum_buffer",)
 """Keys of Muon's averages."""
 PROGRESS_OF_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""Attributes of DeepSpeed's dynamic loss scale that are no settings."""
+"""Attributes of DeepSpeed's dynamic loss scale that are state rather than settings."""
 MATRIX = r"layers\.(?!.*\.(beta_decay|beta)\.weight$)"
-"""Names of matrices that Muon takes: those of the layers, without two that have a row or two for
-each head."""
+"""Names of the matrices that Muon optimises: those of the layers, except two that have only a row
+or two for each head."""
 
 
 def learning_rate(step: int, optimizer: Optimizer) -> float:
-    """The learning rate of a step (the first is 0) by the configuration's section `optimizer`.
+    """The learning rate of a step (the first is 0); settings: the section `optimizer`.
 
     Standard: linear warm-up, then a decay that would reach the floor one step after the last.
-    wsd: between them the rate stays at its peak (arXiv 2404.06395; shapes as in Megatron-LM).
-    neox-2022: as GPT-NeoX computed it when KERPLE and MEP were made (learning_rates.py at 738b87e).
-    The first step has rate 0, and the floor holds after the warm-up alone. The decay is divided by
-    the whole length, not by what the warm-up leaves, so the rate stays constant in the last
+    wsd: in between the rate stays at its peak (arXiv 2404.06395; shapes as in Megatron-LM).
+    neox-2022: as GPT-NeoX computed it at the time of KERPLE and MEP (learning_rates.py at 738b87e).
+    The first step has rate 0, and the floor applies only after the warm-up. The decay is divided by
+    the whole length, not by what remains after the warm-up, so the rate stays constant in the last
     `warmup` steps.
     """
     peak, floor = optimizer.lr, optimizer.min_lr
@@ -55,7 +55,7 @@ def learning_rate(step: int, optimizer: Optimizer) -> float:
 def build_optimizer(
     model: nn.Module, settings: Optimizer, device: torch.device
 ) -> torch.optim.Optimizer:
-    """Adam with decoupled weight decay, or Muon beside it; settings: the section `optimizer`."""
+    """Adam with decoupled weight decay, or Muon with Adam; settings: the section `optimizer`."""
     matrices, decayed, exempt = (
         [parameter for _, parameter in group] for group in named_groups(model, settings)
     )
@@ -74,17 +74,17 @@ def build_optimizer(
             adjust_lr_fn="match_rms_adamw",
         )
         return MuonBesideAdam(muon, torch.optim.AdamW(groups, fused=True, **options))
-    # NVIDIA's apex where its kernels are installed; PyPI's apex, another package, has no amp_C.
+    # NVIDIA's apex if its kernels are installed; PyPI's apex is another package without amp_C.
     if device.type == "cuda" and importlib.util.find_spec("amp_C"):
         return importlib.import_module("apex.optimizers").FusedAdam(groups, **options)
     return torch.optim.AdamW(groups, fused=True, **options)
 
 
 class MuonBesideAdam(torch.optim.Optimizer):
-    """Two optimizers of torch as one: the first group of parameters is Muon's, the others Adam's.
+    """Two of torch's optimizers as one: Muon has the first group of parameters, Adam the others.
 
-    Groups and state are theirs, in one list and one dictionary, so that the engine sets rates,
-    saves and loads them as those of any optimizer.
+    Their groups and states are joined in one list and one dictionary, so that the engine can set
+    rates, save and load as for any optimizer.
     """
 
     def __init__(self, muon: torch.optim.Muon, adam: torch.optim.AdamW) -> None:
@@ -92,7 +92,7 @@ class MuonBesideAdam(torch.optim.Optimizer):
         self.muon, self.adam = muon, adam
 
     def step(self, closure: None = None) -> None:
-        groups = self.param_groups  # other ones after a checkpoint was loaded, as is the state
+        groups = self.param_groups  # new objects after a checkpoint was loaded, like the state
         for part, part_groups in ((self.muon, groups[:1]), (self.adam, groups[1:])):
             part.param_groups, part.state = part_groups, self.state
             part.step()
@@ -102,16 +102,16 @@ Named = list[tuple[str, nn.Parameter]]
 
 
 def named_groups(model: nn.Module, settings: Optimizer) -> tuple[Named, Named, Named]:
-    """The groups of a model's parameters, in the optimizer's order: Muon's, and Adam's with weight
-    decay and without. settings: the section `optimizer`
+    """The groups of a model's parameters, in the optimizer's order: Muon's, then Adam's with and
+    without weight decay. settings: the section `optimizer`
 
-    Weight decay acts on matrices, not on norms and biases. On what an encoding learns it acts
-    only with pos_emb_weight_decay. Muon takes the matrices of the layers.
+    Weight decay applies to matrices, not to norms and biases, and to an encoding's parameters only
+    with pos_emb_weight_decay. Muon optimises the matrices of the layers.
     """
     matrices, decayed, exempt = [], [], []
     is_muon = settings.optimizer.type == "Muon"
     for name, parameter in model.named_parameters():
-        # ZeRO 3 leaves an empty parameter, which remembers its shape.
+        # ZeRO 3 leaves an empty parameter that remembers its shape.
         dimensions = len(getattr(parameter, "ds_shape", parameter.shape))
         group = decayed if dimensions >= 2 else exempt
         if name.startswith("positions."):
@@ -123,7 +123,7 @@ def named_groups(model: nn.Module, settings: Optimizer) -> tuple[Named, Named, N
 
 
 def averages_of(model: nn.Module, settings: Optimizer) -> Mapping[str, tuple[str, ...]]:
-    """The keys of the averages that the optimizer has of each parameter."""
+    """The keys of the averages that the optimizer keeps for each parameter."""
     matrices, *others = named_groups(model, settings)
     names = [name for group in others for name, _ in group]
     return dict.fromkeys(names, AVERAGES) | dict.fromkeys(dict(matrices), MOMENTUM)

@@ -1,8 +1,8 @@
-"""Resume a checkpoint, whatever engine wrote it: other ranks, another ZeRO stage or precision.
+"""Resume a checkpoint, even if it was written with other ranks, ZeRO stage or precision.
 
-The optimizer's averages stand in its file by the names of the parameters, and are cut for this
-engine; the weights are those of model.safetensors, in float32. Files are mapped: only one parameter
-at a time is in memory twice.
+The file stores the optimizer's averages by parameter name, and we cut them for this engine; the
+weights come from model.safetensors, in float32. Files are memory-mapped, so only one parameter at a
+time is in memory twice.
 """
 
 import logging
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 def resume(trainer: Trainer, path: Path, record: Mapping[str, Any]) -> None:
-    """Give an engine the weights and the optimizer's state of a folder global_stepN.
+    """Load the weights and the optimizer's state of a folder global_stepN into an engine.
 
-    Every rank calls this. trainer: of a model that has not been trained yet
+    Every rank calls this. trainer: with a model that has not been trained yet
     record: checkpoint.json
-    Raises UserError if the state is damaged or does not fit the model.
+    Raises UserError if the state is damaged or doesn't fit the model.
     """
     step = record["step"]
     try:
@@ -40,7 +40,7 @@ def resume(trainer: Trainer, path: Path, record: Mapping[str, Any]) -> None:
         give(trainer, weights.get_tensor, state)
     except torch.OutOfMemoryError:
         raise
-    except Exception as fault:  # torch and safetensors have many for damaged files
+    except Exception as fault:  # torch and safetensors raise many kinds for damaged files
         raise UserError(
             f"{path}: the optimizer's state cannot be loaded ({in_words(fault):.200})"
             " - copy the checkpoint again, or continue from another one"
@@ -50,9 +50,9 @@ def resume(trainer: Trainer, path: Path, record: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def give(trainer: Trainer, weight: Callable[[str], Tensor], state: safe_open | None = None) -> None:
-    """Give an engine weights in float32 and its optimizer's state. Every rank calls this.
+    """Load float32 weights and an optimizer state into an engine. Every rank calls this.
 
-    weight: the whole tensor of a name, also for parameters that ZeRO has divided
+    weight: returns the whole tensor of a name, even for parameters that ZeRO has divided
     state: as `full_state` names it; None leaves the optimizer as new
     """
     import deepspeed
@@ -73,15 +73,15 @@ def give(trainer: Trainer, weight: Callable[[str], Tensor], state: safe_open | N
 
     keys = averages_of(trainer.model, trainer.config.optimizer)
     for name, parameter in engine.module.named_parameters():
-        shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO 3 divides it
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO 3 divides the weight
         tensors: dict[Any, Tensor] = {None: weight(name)}  # DeepSpeed's key for masters is None
         if step and state is not None:
             tensors |= {key: state.get_tensor(f"{key}.{name}") for key in keys[name]}
         for key, whole in tensors.items():
             if whole.shape != shape:
                 raise UserError(
-                    f"{key or WEIGHTS}: {name} has the shape {list(whole.shape)}, and this model's"
-                    f" has {list(shape)} - copy the checkpoint again"
+                    f"{key or WEIGHTS}: {name} has shape {list(whole.shape)}, but this model needs"
+                    f" {list(shape)} - copy the checkpoint again"
                 )
             if stage == 0 and key:
                 optimizer.state[parameter][key] = torch.empty_like(parameter).copy_(whole)
@@ -106,7 +106,7 @@ def give(trainer: Trainer, weight: Callable[[str], Tensor], state: safe_open | N
     if isinstance(optimizer, torch.optim.AdamW | MuonBesideAdam):
         for part, values in optimizer.state.items():
             if AVERAGES[0] in values:
-                # A tensor of its own for every parameter, as torch counts in place.
+                # Each parameter gets its own tensor, because torch counts in place.
                 values["step"] = torch.tensor(step, dtype=torch.float32, device=part.device)
     elif step:  # apex
         for group in optimizer.param_groups:
@@ -117,7 +117,7 @@ def give(trainer: Trainer, weight: Callable[[str], Tensor], state: safe_open | N
 
 
 def continue_scale(scaler: Any, saved: Tensor) -> None:
-    """Let a dynamic loss scale go on from where a saved one stands."""
+    """Let a dynamic loss scale continue from a saved one."""
     for name, number in zip(PROGRESS_OF_SCALE, saved.tolist(), strict=True):
         setattr(scaler, name, number)
     scaler.cur_scale = max(scaler.cur_scale, scaler.min_scale)

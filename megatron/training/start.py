@@ -1,8 +1,8 @@
 """Where a run starts: at step 0, at a checkpoint that fits, or with the weights of a parent.
 
-All else is refused. Of a parent everything but the encoding is taken, number for number. Of its
-encoding is taken what has the same name, sits in the same kind of module and has the same shape. A
-table with a row for each position keeps the rows that both have.
+Anything else is an error. From a parent we copy everything except the encoding exactly. From its
+encoding we copy tensors with the same name and shape in the same kind of module. A table with a row
+for each position keeps the rows that both models have.
 """
 
 import logging
@@ -40,13 +40,14 @@ MAY_CHANGE = {
     "output_layer_init_method",
     "make_vocab_size_divisible_by",
 }
-"""Keys of the section `model` that neither shape the parent's weights nor what is computed from
-them; the rows of the embedding are the parent's whatever the last one says."""
-NO_TEXT = ("corpus", "path", "weight")  # a corpus may be moved, renamed and weighed anew
+"""Keys of the section `model` that change neither the parent's weights nor what is computed from
+them; the number of embedding rows is the parent's, whatever the last key says."""
+NO_TEXT = ("corpus", "path", "weight")  # a corpus may be moved, renamed or get another weight
 SCHEDULE = [
     key for key in Optimizer.model_fields if key.startswith("lr_") or key in ("min_lr", "warmup")
 ]
-"""Keys of the section `optimizer` that shape the learning rate, beside optimizer.params.lr."""
+"""Keys of the section `optimizer` that shape the learning rate, in addition to
+optimizer.params.lr."""
 
 
 class Saved(NamedTuple):
@@ -62,8 +63,8 @@ class Start:
     """Where a run starts.
 
     before: the checkpoint that it continues, or None for a new run
-    has_begun: whether that is its own, though `load` names another folder's
-    parent: whose weights a new run takes, or None if it has first values of its own
+    has_begun: whether that is the run's own checkpoint, even if `load` names another folder
+    parent: the checkpoint whose weights a new run starts from, or None for random initial weights
     """
 
     before: Saved | None = None
@@ -72,22 +73,23 @@ class Start:
 
     @property
     def record(self) -> dict[str, Any]:
-        """checkpoint.json of the checkpoint that is continued; {} for a new run."""
+        """checkpoint.json of the checkpoint to continue; {} for a new run."""
         return self.before.record if self.before else {}
 
     @property
     def step(self) -> int:
-        """Steps that were trained."""
+        """Steps trained so far."""
         return self.record.get("step", 0)
 
     @property
     def windows(self) -> int:
-        """Windows that all ranks together have trained."""
+        """Windows that all ranks together have trained on so far."""
         return self.record.get("windows", 0)
 
     @property
     def planned(self) -> int:
-        """Windows for which the order of the text was drawn, where a branch of wsd keeps it."""
+        """Number of windows for which the order of the text was drawn, if a branch of wsd keeps
+        it."""
         is_kept = self.before and self.before.config.optimizer.lr_decay_style == "wsd"
         return self.record.get("planned", 0) if is_kept else 0
 
@@ -100,11 +102,11 @@ class Start:
 
 
 def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
-    """Where this configuration starts. Every rank calls this.
+    """Find where this configuration starts. Every rank calls this.
 
-    config: with its parent; facts: of `open_text`, which get the parent's rows of embedding
-    Raises UserError if `save` holds another run's checkpoint, or the checkpoint to load is damaged
-    or does not fit.
+    config: with its parent; facts: from `open_text`; they get the parent's number of embedding rows
+    Raises UserError if `save` holds another run's checkpoint, or if the checkpoint to load is
+    damaged or doesn't fit.
     """
     keys = config.checkpoint
     path = checkpoint_to_continue(config)
@@ -118,7 +120,7 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
     has_begun = continues_it and Path(keys.load or "").resolve() not in (place.parent, place)
 
     with shared_faults(grid):
-        if grid.first:  # one reader of a shared disk
+        if grid.first:  # only one rank reads the shared disk
             check_files(path, READ_BY_EVALUATION if is_new else None)
     saved = Saved(path, *read_meta(path))
     trained, record = saved.config, saved.record
@@ -128,7 +130,8 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
     learned_with = record.get("tokenizer") or {}
     same = learned_with.get("hash", tokenizer["hash"]) == tokenizer["hash"]
     if keys.parent.path is not None and same and tokenizer["vocab_size"] <= rows:
-        # A fine-tuned model has its parent's rows, whatever make_vocab_size_divisible_by says.
+        # A fine-tuned model has as many rows as its parent, whatever make_vocab_size_divisible_by
+        # says.
         facts["vocab"] = rows
     if is_new:
         differences = _differences(_fixed(config.model), _fixed(trained.model))
@@ -137,7 +140,7 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
         if changes := _differences(config.flat(), trained.flat()):
             logger.info(f"continuing with other settings: {changes}")
 
-    # Another path together with another folder is a choice, which the log names above.
+    # A new path together with a new folder is deliberate, and the log mentions it above.
     texts = []
     for corpus, earlier in zip(facts["corpora"], record.get("corpora", ()), strict=False):
         names = [name for name in corpus if corpus[name] and earlier.get(name)]
@@ -148,7 +151,7 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
 
     windows = windows_per_step(config) * grid.data_ranks
     earlier_windows = record.get("windows_per_step", windows)
-    # Another number of ranks may change the windows of a step if train_batch_size says so.
+    # Another number of ranks may change the windows of a step only if train_batch_size says so.
     ranks_change_step = (
         earlier_windows != windows
         and record.get("data_ranks", grid.data_ranks) != grid.data_ranks
@@ -158,22 +161,23 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
     has_state = OPTIMIZER in record["files"] and kinds[0] == kinds[1]
     needs_state = record["step"] < config.training.train_iters and not keys.no_load_optim
     refusals = {
-        f"load: {path} is another model ({differences}) - use its configuration; fine-tuning"
-        " changes the encoding, lengths, attention and data alone": differences,
-        f"load: {path} learned with another tokenizer ({rows} rows of vocabulary, the data need"
-        f" {facts['vocab']}) - prepare the data with that one": not same or facts["vocab"] != rows,
-        f"load: {path} has another train text ({another_text}) - give that text, or set finetune:"
-        " true and save elsewhere for a new run on other data from these weights": (
+        f"load: {path} is a different model ({differences}) - use its configuration; fine-tuning"
+        " can only change encoding, lengths, attention and data": differences,
+        f"load: {path} was trained with another tokenizer (its vocabulary has {rows} rows, the data"
+        f" need {facts['vocab']}) - prepare the data with that"
+        " tokenizer": not same or facts["vocab"] != rows,
+        f"load: {path} was trained on other text ({another_text}) - use that text, or set finetune:"
+        " true and save elsewhere to start a new run on this text from its weights": (
             not is_new and another_text
         ),
-        f"load: a step of {path} took {earlier_windows} windows on {record.get('ranks')} rank(s),"
-        f" here it would take {windows} on {grid.ranks} - change gradient_accumulation_steps to"
-        f" keep it, or set train_batch_size={windows} if that is meant": (
+        f"load: a step of {path} had {earlier_windows} windows on {record.get('ranks')} rank(s),"
+        f" but here it would have {windows} on {grid.ranks} - change gradient_accumulation_steps to"
+        f" keep that number, or set train_batch_size={windows} if you want to change it": (
             not is_new and ranks_change_step
         ),
-        f"{path}: has no state of this optimizer, training cannot continue from it -"
-        " finetune=true starts a new run from its weights, no_load_optim=true goes on with a fresh"
-        " optimizer": not is_new and needs_state and not has_state,
+        f"{path}: has no state of this optimizer, so training cannot continue from it -"
+        " finetune=true starts a new run from its weights, no_load_optim=true continues with a"
+        " fresh optimizer": not is_new and needs_state and not has_state,
     }
     for message, is_refused in refusals.items():
         if is_refused:
@@ -184,11 +188,10 @@ def starting_point(config: Config, facts: dict[str, Any], grid: Grid) -> Start:
 
 
 def checkpoint_to_continue(config: Config) -> Path | None:
-    """The folder global_stepN that a run goes on from, or None for a new run, fine-tuned or not.
+    """The folder global_stepN that a run continues from, or None for a new or newly tuned run.
 
-    config: with its parent. A checkpoint in `save` is gone on from where `load` names it, and where
-    a run with this configuration and this `load` wrote it.
-    Raises UserError if it is another run's.
+    config: with its parent. A checkpoint in `save` is continued if `load` names it, or if a run
+    with this configuration and this `load` wrote it. Raises UserError if it belongs to another run.
     """
     keys = config.checkpoint
     save, load = Path(keys.save or "").resolve(), Path(keys.load or "").resolve()
@@ -218,13 +221,13 @@ def checkpoint_to_continue(config: Config) -> Path | None:
 
 
 def _differences(values: Mapping[str, Any], earlier: Mapping[str, Any]) -> str:
-    """`num_layers: 2 there, 3 here; …`, or nothing."""
+    """`num_layers: 2 there, 3 here; …`, or an empty text."""
     changed = [key for key in values if values[key] != earlier.get(key)]
     return "; ".join(f"{key}: {earlier.get(key)!r} there, {values[key]!r} here" for key in changed)
 
 
 def _fixed(section: Model) -> dict[str, Any]:
-    """The keys that a fine-tuning cannot change, with their values where they are not set."""
+    """The keys that fine-tuning cannot change, with their values if they are not set."""
     model = Architecture.of(section)
     keys = {key: getattr(section, key) for key in Model.model_fields if key not in MAY_CHANGE}
     return keys | {
@@ -236,11 +239,11 @@ def _fixed(section: Model) -> dict[str, Any]:
 
 
 def with_schedule(config: Config, start: Start) -> Config:
-    """The configuration with the schedule of the learning rate that a run follows from its start.
+    """The configuration with the learning rate schedule that a run follows from its start.
 
-    A run that has begun also goes on with its optimizer: no_load_optim was for its first start.
-    Raises UserError if only a changed train_iters would change the schedule: whether the old one
-    shall be stretched is asked, because each choice is a different experiment.
+    A run that has begun also continues with its optimizer: no_load_optim was for its first start.
+    Raises UserError if only a changed train_iters would change the schedule. The user must say
+    whether to stretch the old one, because each choice is a different experiment.
     """
     if start.before is None:
         return config
@@ -255,7 +258,7 @@ def with_schedule(config: Config, start: Start) -> Config:
         update["optimizer"] = optimizer.optimizer.model_copy(update={"params": rate})
         return replace(config, optimizer=optimizer.model_copy(update=update))
     decay, earlier_decay = optimizer.lr_decay_iters, earlier.lr_decay_iters
-    # A decay branches from the stable part, or that becomes longer: the rate makes no jump.
+    # A decay branches from the stable part, or that becomes longer: the rate doesn't jump.
     is_stable = all(
         schedule.lr_decay_style == "wsd"
         and start.step <= schedule.lr_decay_iters - schedule.lr_wsd_decay_iters
@@ -264,10 +267,11 @@ def with_schedule(config: Config, start: Start) -> Config:
     is_meant = "lr_decay_iters" in config.chosen or config.checkpoint.override_lr_scheduler
     if start.step < steps and decay != earlier_decay and not (is_meant or is_stable):
         raise UserError(
-            f"lr_decay_iters: follows train_iters = {decay} and was {earlier_decay} before, so the"
-            " learning rate would change in the middle of the run - say which is meant:"
-            f" lr_decay_iters={earlier_decay} keeps the old schedule, and the rate stays at its end"
-            " from there on; override_lr_scheduler=true stretches it over all steps"
+            f"lr_decay_iters: follows train_iters = {decay} but was {earlier_decay} before, so the"
+            " learning rate would change in the middle of the run - choose one:"
+            f" lr_decay_iters={earlier_decay} keeps the old schedule, and the rate stays at its"
+            " final value afterwards; override_lr_scheduler=true stretches the schedule over all"
+            " steps"
         )
     return config
 
@@ -278,8 +282,8 @@ def with_schedule(config: Config, start: Start) -> Config:
 class Source(NamedTuple):
     """Where a tensor of a new model comes from.
 
-    name: the parent's, or None; rows: how many of its first rows; initial: the model's own first
-    values, for the other rows
+    name: the parent's tensor, or None; rows: how many of its first rows are used; initial: the
+        model's own initial values, for the other rows
     """
 
     name: str | None
@@ -288,9 +292,9 @@ class Source(NamedTuple):
 
 
 def give_parent(trainer: Trainer, parent: Saved, sources: Mapping[str, Source]) -> None:
-    """Let a new engine start from a parent's weights. Every rank calls this.
+    """Start a new engine from a parent's weights. Every rank calls this.
 
-    sources: of every tensor of the new model
+    sources: for every tensor of the new model
     """
     with opened(parent.path / WEIGHTS) as weights:
 
@@ -305,11 +309,11 @@ def give_parent(trainer: Trainer, parent: Saved, sources: Mapping[str, Source]) 
 
 
 def match_weights(parent: Saved, model: GPT, called: str | None) -> dict[str, Source]:
-    """The source of every tensor of a new model that takes weights from a parent; logs them.
+    """The source of every tensor of a new model that starts from a parent's weights; logs them.
 
     called: the parent's name
-    Call it before an engine is built. An encoding that layers share is copied to every layer. Those
-    of several layers are not merged into one: they are dropped.
+    Call it before an engine is built. A shared encoding is copied to every layer. Encodings of
+    several layers cannot be merged into one, so they are dropped.
     """
     with opened(parent.path / WEIGHTS) as weights:
         old = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
@@ -353,7 +357,7 @@ def match_weights(parent: Saved, model: GPT, called: str | None) -> dict[str, So
 
 
 def _kinds_of_tensors(position: Position) -> dict[str, tuple[str, bool]]:
-    """The kind of module of each tensor of an encoding, and whether its rows are positions."""
+    """For each tensor of an encoding: its module's kind, and whether its rows are positions."""
     paths = {id(module): path for path, module in position.named_modules()}
     kinds = {}
     for owner, name, _ in position.own_parameters():

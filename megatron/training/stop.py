@@ -1,4 +1,4 @@
-"""Reasons to end a run before its last step: signals, and a set duration."""
+"""Reasons to end a run before its last step: signals, and a time limit."""
 
 import logging
 import signal
@@ -15,20 +15,20 @@ logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 APART = 2.0  # seconds between two exchanges with the other ranks
-MOST = 100  # ticks between two exchanges, in case later ones take longer
-ONE_SIGNAL = 1.0  # seconds in which a terminal and a launcher may both deliver one ctrl-C
+MOST = 100  # calls between two exchanges, in case later ones take longer
+ONE_SIGNAL = 1.0  # within this time (s) a terminal and a launcher may both deliver the same ctrl-C
 
 
 class Stop:
-    """Inside this block signals are recorded, and all ranks agree when to stop.
+    """Inside this block signals are recorded, and all ranks agree on when to stop.
 
-    A second ctrl-C, a second after the first signal or later, interrupts at once. Other signals
-    that follow the first change nothing: schedulers and launchers send several, and the checkpoint
-    is being written.
+    A second ctrl-C, at least a second after the first signal, interrupts at once. Other later
+    signals are ignored, because schedulers and launchers send several while the checkpoint is being
+    written.
 
-    steps: whose multiples end the run; 0: none
-    minutes: of the process's life after which it stops, or None for no limit
-    reason: why the run ends early, in words, and its exit status; or None
+    steps: stop at multiples of this number; 0: never
+    minutes: stop when the process is this old, or None for no limit
+    reason: in words why the run ends early, and its exit status; or None
     """
 
     def __init__(self, grid: Grid, *, steps: int = 0, minutes: float | None = None) -> None:
@@ -51,12 +51,12 @@ class Stop:
             signal.signal(number, handler)
 
     def due(self, step: int = 0) -> bool:
-        """Whether any rank has a reason to stop; `reason` says it.
+        """Whether any rank has a reason to stop, which `reason` then says.
 
-        step: the one that has ended, 0 within a validation
+        step: the step that has ended, 0 during a validation
         All ranks call this equally often, after each step and each batch of a validation, and get
-        the same answers. They exchange their reasons at a call on which they have agreed in the
-        exchange before, about two seconds after it.
+        the same answers. They exchange their reasons at a call that they agreed on in the previous
+        exchange, about two seconds later.
         """
         self.ticks += 1
         if self.reason is not None:
@@ -69,7 +69,7 @@ class Stop:
             return False
         moment = time.monotonic()
         seconds = (moment - self.moment) / (self.ticks - self.last_tick)
-        reason = None  # plain data, because ranks exchange it
+        reason = None  # plain data, because ranks exchange this
         if self.signal:
             reason = signal.Signals(self.signal).name, 128 + self.signal
         elif self.minutes is not None and time.time() - self.started > 60 * self.minutes:
@@ -88,6 +88,9 @@ class Stop:
             self.signal, self.signalled_at = number, moment
             logger.warning("%s: stopping after this step", name)
         elif number != signal.SIGINT:
-            logger.warning("%s: already stopping; ctrl-C or SIGKILL ends without saving", name)
+            logger.warning(
+                "%s: already stopping; press ctrl-C again (or send SIGKILL) to end without saving",
+                name,
+            )
         elif moment - self.signalled_at > ONE_SIGNAL:
             raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""A model in the DeepSpeed engine: forward, backward, step, and exact numbers of its encoding."""
+"""A model in the DeepSpeed engine: forward, backward, step, and exact values for its encoding."""
 
 import gc
 import logging
@@ -23,11 +23,12 @@ from megatron.positions import Position
 from megatron.training.optimizer import build_optimizer, learning_rate
 
 SMALL = 4096
-"""Numbers of a parameter that is kept exact in half precision: kernels, not learned positions."""
+"""Largest size of a parameter that is kept exact in half precision: kernels, not learned
+positions."""
 SMALLEST_SCALE = "loss scale already at minimum"
-"""In DeepSpeed's message when fp16 gradients overflow at the smallest scale."""
+"""Part of DeepSpeed's message when fp16 gradients overflow at the smallest scale."""
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
-"""Read when CUDA and NCCL start; a value that the user gives stays."""
+"""Read when CUDA and NCCL start; a value that the user sets is kept."""
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class StepResult(NamedTuple):
 
 
 class Trainer:
-    """A model in the DeepSpeed engine, and the step it stands at."""
+    """A model in the DeepSpeed engine, and its current step."""
 
     def __init__(self, config: Config, model: GPT, grid: Grid) -> None:
         self.config, self.grid = config, grid
@@ -68,8 +69,8 @@ class Trainer:
         self.restore_exact_positions()
         recomputes = config.training.checkpoint_activations
         if (compiles or recomputes) and not self.model.backends <= set(TRUSTED):
-            # A backend is compared with eager at its first use, which compiled code leaves out, and
-            # which must not change the backend between a layer's pass and its recomputation.
+            # A backend is compared with eager at its first use. Compiled code can't do that, and
+            # the backend must not change between a layer's forward pass and its recomputation.
             ids = torch.zeros(1, model.train_length, dtype=torch.long, device=grid.device)
             with torch.compiler.set_stance("force_eager"):
                 self.model(ids, labels=ids, mean=True)
@@ -80,15 +81,15 @@ class Trainer:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Torch's or apex's, which ZeRO wraps."""
+        """Torch's or apex's optimizer, which ZeRO wraps."""
         outer = self.engine.optimizer
         return getattr(outer, "optimizer", outer)
 
     def train_step(self, micro_batches: Sequence[Tensor]) -> StepResult:
         """One optimizer step over gradient_accumulation_steps batches [micro_batch, length + 1].
 
-        Its seed follows from configuration, step and rank alone: a resumed run draws the same.
-        Raises UserError if fp16 has no smaller loss scale.
+        Its seed depends only on configuration, step and rank, so a resumed run draws the same
+        numbers. Raises UserError if the loss scale of fp16 cannot become smaller.
         """
         engine, optimizer, config = self.engine, self.engine.optimizer, self.config
         engine.train()
@@ -112,7 +113,7 @@ class Trainer:
             norm = torch.nn.utils.get_total_norm(gradients)
         try:
             engine.step()
-        except Exception as fault:  # DeepSpeed raises no narrower kind
+        except Exception as fault:  # DeepSpeed has no narrower exception
             if SMALLEST_SCALE not in str(fault):
                 raise
             raise UserError(
@@ -123,19 +124,19 @@ class Trainer:
 
         small = getattr(optimizer, "persistent_parameters", [])
         if small and optimizer.overflow:
-            small[0].all_gather(small)  # ZeRO 3 itself does so only after a step it takes
+            small[0].all_gather(small)  # ZeRO 3 only does so after a step that it takes
         self.restore_exact_positions()
         if norm is None:
             norm = engine.get_global_grad_norm()
         return StepResult(total, lr, norm)
 
     def losses(self, batch: Tensor, *, mean: bool = False) -> Tensor:
-        """Cross entropy of each next token in float32, or with `mean` their mean, [].
+        """Cross entropy of each next token in float32, or with `mean` the mean, [].
 
         batch [micro_batch, length + 1] int64 -> [micro_batch, length]
 
-        Where ranks share a text, the losses are those of this rank's part, and the mean over ranks
-        of what is returned with `mean` is the mean over the text.
+        If ranks share a text, these are the losses of this rank's part. The mean over ranks of the
+        result with `mean` is then the mean over the text.
         """
         batch = batch.to(self.grid.device, non_blocking=True)
         ids, counted = self._split(batch)
@@ -150,13 +151,13 @@ class Trainer:
         return loss
 
     def _split(self, batch: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The ids, and the targets whose loss counts, None for all.
+        """The ids, and which targets count; None for all.
 
         batch [micro_batch, length + 1], or of a task [micro_batch, 2, length + 1] with its marks
         -> ids [micro_batch, length + 1], counted [micro_batch, length] bool
 
-        As in GPT-NeoX and Megatron-LM, eod_mask_loss leaves out what follows the end of a document:
-        the first token of the next one. The end itself is learned.
+        As in GPT-NeoX and Megatron-LM, eod_mask_loss skips the target after the end of a document,
+        which is the first token of the next one. The end token itself is learned.
         """
         if batch.dim() == 3:
             ids, marks = batch.unbind(1)
@@ -187,10 +188,10 @@ class Trainer:
         return self.grid.mean(total / count).item()
 
     def restore_exact_positions(self) -> None:
-        """Give the encoding the optimizer's float32 values of its learned numbers.
+        """Give the encoding the optimizer's float32 values of its learned parameters.
 
-        In half precision the engine holds rounded copies of them. With these values the tables are
-        those that an evaluation in float32 computes.
+        In half precision the engine holds rounded copies. With the exact values, tables equal those
+        of an evaluation in float32.
         """
         if self.config.precision.dtype == "fp32":
             return
@@ -204,9 +205,9 @@ class Trainer:
 
 
 def is_compiled(config: Config, device: torch.device) -> bool:
-    """Whether the layers are to be compiled (`torch_compile`), as a compiler works that does it.
+    """Whether to compile the layers (`torch_compile`): a compiler must be installed and work.
 
-    UserError if that is asked for and none works.
+    Raises UserError if compilation was requested and no compiler works.
     """
     training, parallel = config.training, config.parallel
     asked, compiles = training.torch_compile, training.torch_compile is True
@@ -216,30 +217,33 @@ def is_compiled(config: Config, device: torch.device) -> bool:
     if not compiles:
         return False
     try:
-        # Small, and with the parts that a layer needs: a program forward and one backward.
+        # A small test with what a layer needs: a forward and a backward program.
         x = torch.ones(64, device=device, requires_grad=True)
         torch.compile(lambda x: x.sin().exp().sum())(x).backward()
     except Exception as error:
         first_line = (str(error).strip().splitlines() or [""])[0]
         fault = f"torch_compile: no compiler works on {device.type}: {first_line}"
         if asked is True:
-            raise UserError(f"{fault} - install g++ (on CUDA also triton), or set false") from error
+            raise UserError(
+                f"{fault} - install g++ (on CUDA also triton), or set torch_compile to false"
+            ) from error
         logger.warning("%s; the layers are not compiled", fault)
         return False
     return True
 
 
 def use_deterministic_algorithms() -> None:
-    """`deterministic: true`: runs on one grid and hardware are equal; call it before CUDA starts.
+    """`deterministic: true`: runs with the same ranks and hardware are equal; call it before CUDA
+    starts.
 
-    On the CPU this is tested. On CUDA it rests on what torch, cuBLAS and NCCL document: torch takes
-    deterministic algorithms or refuses, cuBLAS needs a fixed workspace, and NCCL's ring sums in an
-    order that its tuning cannot change.
+    On the CPU this is tested. On CUDA we rely on the documentation of torch, cuBLAS and NCCL: torch
+    uses deterministic algorithms or raises an error, cuBLAS needs a fixed workspace, and NCCL's
+    ring sums in an order that its tuning cannot change.
     """
     for name, value in DETERMINISTIC.items():
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)
-    # Filling new memory finds reads of it that was not written, but costs time in every step.
+    # Filling new memory helps to find reads of unwritten memory, but costs time in every step.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
@@ -247,10 +251,10 @@ def use_deterministic_algorithms() -> None:
 
 @contextmanager
 def quiet_deepspeed() -> Iterator[None]:
-    """Build an engine without DeepSpeed's reports of memory, which cost time and lines.
+    """Build an engine without DeepSpeed's memory reports, which cost time and fill the log.
 
-    Each report collects garbage, and an engine in half precision makes six: two seconds of a small
-    run. So existing objects are set aside meanwhile. Warnings stay.
+    Each report runs the garbage collector, and an engine in half precision makes six: two seconds
+    of a small run. So existing objects are frozen meanwhile. Warnings are kept.
     """
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings(

@@ -166,7 +166,7 @@ def test_auto_goes_on_without_a_kernel_that_has_a_fault(kernels, caplog, broken,
     [warning] = warnings_in(caplog)
     assert warning.startswith("attention_backend: planted ")
     assert word in warning
-    assert warning.endswith("; going on with sdpa")
+    assert warning.endswith("; using sdpa instead")
     assert lengths == [200]
     choice = choose("auto", arguments["q"], Terms(arguments["bias"]))
     assert choice.backend == "sdpa"
@@ -181,7 +181,7 @@ def test_flex_follows_a_kernel_with_a_fault_where_gradients_are_not_asked_for(ke
         expected = attention(**{**arguments, "backend": "eager"})
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
     [warning] = warnings_in(caplog)
-    assert warning.endswith("; going on with flex")
+    assert warning.endswith("; using flex instead")
 
 
 def test_where_all_kernels_have_faults_one_warning_names_each(kernels, monkeypatch, caplog):
@@ -191,4 +191,4 @@ def test_where_all_kernels_have_faults_one_warning_names_each(kernels, monkeypat
     [warning] = warnings_in(caplog)
     assert "planted fails on cpu" in warning
     assert "; flex is wrong on cpu" in warning
-    assert warning.endswith("; going on with sdpa")
+    assert warning.endswith("; using sdpa instead")

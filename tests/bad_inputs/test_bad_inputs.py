@@ -103,16 +103,16 @@ def test_a_checkpoint_that_cannot_be_continued_says_why(corpus, trained, folder)
     write_record(step, record | {"ranks": 2, "data_ranks": 2, "windows_per_step": 8})
     check(
         "{resume}",
-        "load: a step of copy/global_step4 took 8 windows on 2 rank(s), here it would take 4 on 1"
-        " - change gradient_accumulation_steps to keep it, or set train_batch_size=4 if that is"
-        " meant",
+        "load: a step of copy/global_step4 had 8 windows on 2 rank(s), but here it would have 4 on"
+        " 1 - change gradient_accumulation_steps to keep that number, or set train_batch_size=4"
+        " if you want to change it",
         places,
     )
     write_record(step, record)
     keep_weights_only(folder / "copy")
     check(
         "{resume}",
-        "copy/global_step4: has no state of this optimizer, training cannot continue from it -"
+        "copy/global_step4: has no state of this optimizer, so training cannot continue from it -"
         " finetune=true starts a new run from its weights",
         places,
     )

@@ -153,7 +153,7 @@ def test_a_split_beside_whole_corpora_and_links_to_trained_text_are_noticed(tmp_
     (tmp_path / "a.bin").touch()
     (tmp_path / "b.bin").symlink_to("a.bin")
     words = [f"train_data_paths=[{tmp_path}/a]", f"valid_data_paths=[{tmp_path}/b]"]
-    assert "is trained on too" in faults(*words)[0]
+    assert "is also used for training" in faults(*words)[0]
 
 
 def test_a_saved_configuration_comes_back_exactly(tmp_path):

@@ -114,8 +114,9 @@ def test_code_in_a_checkpoint_is_never_run_unasked(checkpoint, mine, tmp_path):
             with pytest.raises(UserError) as raised:
                 read()
             assert (
-                f"{copy} defines this checkpoint's encoding; code that lies in a checkpoint is not"
-                f" run unasked: read it, then write pos_emb_file={copy} on the command line"
+                f"{copy} defines this checkpoint's encoding, but code inside a checkpoint"
+                f" never runs without your consent: read it, then write pos_emb_file={copy} on the"
+                " command line"
             ) in str(raised.value)
     assert not list(tmp_path.rglob("ran"))
     load_file(copy)  # asked

@@ -86,7 +86,8 @@ def test_a_recipe_of_2022_keeps_its_schedule_and_says_what_differs(bases):
     files = files_of(SOME[0], bases, "train")
     notes = load(files).notes
     assert any(
-        note.startswith("lr_schedule: neox-2022, as the files are of 2022") for note in notes
+        note.startswith("lr_schedule: neox-2022 is used because the files are from 2022")
+        for note in notes
     )
     assert len([note for note in notes if note.startswith("of 2022: ")]) == 1
     assert load(files, ["lr_schedule=standard"]).optimizer.lr_schedule == "standard"

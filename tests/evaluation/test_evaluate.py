@@ -325,7 +325,7 @@ def test_several_protocols_and_variants_of_one_model_come_from_one_call(home, tm
             assert 0 < abs(plain - loss[protocol, None, True, length]) < 0.1
     printed = capsys.readouterr().out
     assert printed.count("pos_emb") == 2
-    assert "mep_free, window 16, paper_precision on" in printed
+    assert "mep_free, window 16, bfloat16 positions" in printed
 
 
 def test_each_method_has_rows_of_its_own_that_name_it(home, tmp_path, capsys):
@@ -346,8 +346,9 @@ def test_each_method_has_rows_of_its_own_that_name_it(home, tmp_path, capsys):
         "dynamic_ntk,factor=1,step=16",
         *("yarn,factor=4", "pi,factor=4", "ntk,factor=4"),
     }
-    labels = {f"rotary, method {row['method']}" for row in rows if row.get("method")}
-    assert {"rotary", *labels} == set(runs(rows))
+    names = ["ReRoPE (window=8)", "ReRoPE (window=4)", "Leaky ReRoPE", "Self-Extend", "LM-Infinite"]
+    names += ["dynamic NTK", "YaRN ×4", "PI ×4", "NTK ×4"]
+    assert {"rotary", *(f"rotary, {name}" for name in names)} == set(runs(rows))
     rows += rows_of(tmp_path / "sinks.jsonl", words, "--window 14 --sinks none 2")
     assert len({row["loss"] for row in rows if row["length"] == 64}) == 12
     clip = f"--checkpoint {home}/run --step 3 --lengths 16 64 --clip-distance none 15"

@@ -359,7 +359,7 @@ def test_the_commands_of_the_guide_run_and_write_a_card(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = call(*command.split())
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[0] == "models/mep: PositionsGPTForCausalLM, step 5"
+    assert "models/mep: PositionsGPTForCausalLM, step 5" in done.stdout.splitlines()
     assert "logits at 128 tokens: within " in done.stdout
     card = (tmp_path / "models" / "mep" / "README.md").read_text()
     note = "No tokenizer: CharLevelTokenizer has no tokenizer.json."
@@ -368,6 +368,7 @@ def test_the_commands_of_the_guide_run_and_write_a_card(tmp_path, monkeypatch):
         "license: unknown",
         "| step | 5 |",
         "| training length | 32 to 16 to 64 tokens |",
+        "| stages: tokens of a window, last step | [[32, 2], [16, 9]] |",
         "| origin | tiny (gpt-neox) |",
         "| parent | rotary step 7, config aa11, weights bb22 |",
         note,
@@ -449,3 +450,17 @@ def test_the_model_refuses_what_it_would_compute_wrongly(tmp_path):
     cache = model(ids, use_cache=True).past_key_values
     with pytest.raises(ValueError, match="tokens that were read cannot be taken back"):
         cache.crop(3)
+
+
+@pytest.mark.parametrize(
+    ("last", "architecture"),
+    [(0.001, "GPTNeoXForCausalLM"), (0.0, "PositionsGPTForCausalLM")],  # longrope divides by it
+)
+def test_frequencies_of_ones_own_leave_as_longrope_where_it_can_say_them(
+    last, architecture, tmp_path
+):
+    options = f"pos_emb_args={{frequencies: [1.0, 0.3, 0.02, {last}]}}"
+    path, _ = a_run(tmp_path, "pos_emb=rotary", options)
+    done = export(path, tmp_path / "out")
+    assert done.architecture == architecture
+    assert len(done.differences) == 2

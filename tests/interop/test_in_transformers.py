@@ -385,6 +385,21 @@ def test_weight_decay_of_their_trainer_spares_what_an_encoding_learns(tmp_path):
         assert decay[id(matrix)] == 0.1
 
 
+@pytest.mark.parametrize("case", ["llama", "gpt2"])
+def test_a_compiled_model_computes_what_the_model_does(case):
+    model, ids = changed(case, "kerple_log"), random_ids(60)
+    expected = model(ids, labels=ids)
+    expected.loss.backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    compiled = torch.compile(model, backend="aot_eager")
+    again = compiled(ids, labels=ids)
+    again.loss.backward()
+    assert_near(again.logits, expected.logits)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
 @torch.no_grad()
 def test_a_copy_of_a_model_has_an_encoding_of_its_own():
     model, ids = changed("llama", "kerple_log"), random_ids(60)

@@ -1,9 +1,11 @@
 """The forks' checkpoints give the forks' logits, losses and gradients (tests/golden/README.md)."""
 
 import json
+import random
 from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -170,7 +172,7 @@ def test_missing_and_damaged_files_are_named_and_code_is_not_run(tmp_path):
     path = tmp_path / "layer_02-model_00-model_states.pt"
     for content in ({"x": Harmful()}, [1], {"norm.weight": 3}):
         torch.save(content, path)
-        with pytest.raises(UserError, match=f"{path.name}: is damaged, or holds more than the"):
+        with pytest.raises(UserError, match=f"{path.name}: is damaged, or holds more than tensors"):
             load_model(tmp_path, config)
     assert not (tmp_path / "ran").exists()
 
@@ -186,12 +188,10 @@ def test_a_checkpoint_is_opened_and_imported_with_its_configuration(tmp_path):
     assert opened_as == config
     with pytest.raises(UserError, match="has no configuration with it - give the files of its"):
         open_model(folder)
-    without_layers = tmp_path / "other" / "global_step20"
-    without_layers.mkdir(parents=True)
-    (without_layers / "mp_rank_00_model_states.pt").touch()
-    for place in (without_layers, without_layers.parent):
-        with pytest.raises(UserError, match=r"layer_.*pipe_parallel_size: 0 does not write"):
-            open_model(place, config=config)
+    empty = tmp_path / "other"
+    empty.mkdir()
+    with pytest.raises(UserError, match=r"global_stepN of GPT-NeoX with its layer_.* or mp_rank"):
+        open_model(empty, config=config)
     assert import_if_foreign(folder) == folder
     files = import_checkpoint(folder, tmp_path / "run", config=config)
     assert files.compared == {"reason": "no class of transformers has these weights"}
@@ -202,9 +202,33 @@ def test_a_checkpoint_is_opened_and_imported_with_its_configuration(tmp_path):
         assert torch.equal(opened(ids), expected(ids))
 
 
+@pytest.mark.parametrize("case", ["kerple_log", "t5", "alibi"])
+def test_a_checkpoint_without_pipeline_stages_gives_the_references_numbers(case, tmp_path):
+    """One file of each rank, as DeepSpeed writes it beside the states of random numbers."""
+    divide(write_checkpoint(case, tmp_path))
+    for rank in range(RANKS):
+        module = {}
+        for path in sorted(tmp_path.glob(f"layer_*-model_0{rank}-*")):
+            number = int(path.name[6:8])
+            for name, tensor in torch.load(path, weights_only=True).items():
+                module[f"sequential.{number}.{name}"] = tensor
+            path.unlink()
+        states = {"np_rng_state": np.random.get_state(), "random_rng_state": random.getstate()}
+        content = {"module": module, "optimizer": None, "iteration": 20, **states}
+        torch.save(content, tmp_path / f"mp_rank_0{rank}_model_states.pt")
+    expected = load_file(GOLDEN / f"{case}.safetensors")
+    model, _ = open_model(tmp_path, config=golden_config(case))
+    logits = model(expected["ids_64"][:, :-1])
+    torch.testing.assert_close(logits, expected["logits_64"], rtol=0, atol=2e-5)
+    torch.save({"module": {"layers.0.weight": torch.ones(2)}}, tmp_path / RANK_1)
+    with pytest.raises(UserError, match=f"{RANK_1}: is damaged, or holds more"):
+        open_model(tmp_path, config=golden_config(case))
+
+
 # --- Tensor-parallel ranks, divided as in GPT-NeoX (megatron/mpu/layers.py there) ---
 
 RANKS = 2
+RANK_1 = "mp_rank_01_model_states.pt"
 BY_COLUMNS = ("attention.dense.weight", "dense_4h_to_h.weight", "attention.rpe.weight")
 BY_ROWS = (
     *("embeddings.weight", "final_linear.weight", "query_key_value.weight", "query_key_value.bias"),

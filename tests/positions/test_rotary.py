@@ -1,6 +1,7 @@
 """Rotary and its scalings against Hugging Face, xPos against torchscale in float64."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -162,3 +163,35 @@ def test_xpos_with_one_decay_is_the_score_of_rotary_times_xi_to_the_distance():
     weight = xpos.distance_weight(300)
     out = attention(*xpos.on_queries_keys(q, k), v, weight=weight, backend="eager")
     torch.testing.assert_close(out.double(), weights @ v.double(), rtol=0, atol=2e-5)
+
+
+def test_listed_frequencies_turn_as_the_definition_does():
+    frequencies = [1.5, 0.25, 0.0]
+    encoding = build("rotary", Shape(2, 8, 16, 16), rotary_pct=0.75, frequencies=frequencies)
+    q, k = torch.randn(2, 1, 2, 5, 8, dtype=torch.float64)
+    turned, _ = encoding.on_queries_keys(q.float(), k.float(), 3)
+    expected = q.clone()
+    for place in range(5):
+        for pair, frequency in enumerate(frequencies):
+            angle = (3 + place) * frequency
+            x, y = q[..., place, pair], q[..., place, pair + 3]
+            expected[..., place, pair] = x * math.cos(angle) - y * math.sin(angle)
+            expected[..., place, pair + 3] = y * math.cos(angle) + x * math.sin(angle)
+    torch.testing.assert_close(turned.double(), expected, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"frequencies": [1.0, 0.1]}, "frequencies: 2 numbers are given; give 4 numbers, one for"),
+        ({"frequencies": [1, 0.1, -1, 0]}, "frequencies: -1 is not a positive number"),
+        ({"frequencies": 0.1}, "frequencies: 0.1 is not a list; write frequencies: 4 numbers"),
+        (
+            {"frequencies": [1, 0.1, 0.01, 0], "scaling": "ntk", "factor": 2},
+            "frequencies: they have no base that could change",
+        ),
+    ],
+)
+def test_frequencies_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        build("rotary", Shape(2, 8, 16, 16), **options)

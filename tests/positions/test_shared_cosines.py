@@ -26,7 +26,7 @@ class Cosines(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", ["rotary", "xpos", "fope"])
+@pytest.mark.parametrize("name", ["rotary", "xpos"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_pass_computes_cosines_once_for_all_layers(name, recompute):
     model = Subject(name, {}, 2, 8, 16, 61).gpt(layers=3).train()

@@ -9,7 +9,7 @@ from megatron.errors import UserError
 from megatron.report.page import page_of, write_page
 from megatron.results.files import read_rows, write_results
 from megatron.results.labels import kinds
-from tests.results.rows import answers, rows, seeds_of
+from tests.results.rows import answers, row, rows, seeds_of
 from tests.support import ROOT
 from tools.show_results import main
 
@@ -65,7 +65,7 @@ def test_the_table_has_means_over_seeds_and_the_reason_for_what_is_missing(shown
     assert lines["mep"] == ["1", "11.25", "3.5e+05"]
     assert lines["learned"] == ["1", "13.50", "n/a"]
     assert "learned: n/a at 1024: learned positions end at 512" in page
-    assert models[0][:2] == ["checkpoint", "pos_emb"]
+    assert models[0][:2] == ["checkpoint", "encoding"]
     assert any("kernels [exp, <b>&]" in line for line in models)
 
 
@@ -79,20 +79,20 @@ def test_each_text_has_a_section_with_its_own_reference():
     ]
     for against, shown in ((None, ["a", "a"]), ("b", ["b", "b"])):
         *sections, _ = page_of(measured, against)
-        headings = [section.tables[-1].head for section in sections]
+        headings = [table.head for section in sections for table in section.comparisons]
         references = [word for head in headings for word in head if word.startswith("loss - ")]
         assert references == [f"loss - {label}" for label in shown]
     assert [section.heading for section in sections] == [
-        "stdlib valid: equal_tokens, text ab12",
-        "stdlib valid: equal_tokens, text b",
-        "stdlib valid: tail",
+        "stdlib valid: the same tokens at every length, text ab12",
+        "stdlib valid: the same tokens at every length, text b",
+        "stdlib valid: the last tokens of each window",
     ]
 
 
 def test_encodings_are_compared_on_the_same_text_or_the_page_says_why_not():
     shifted = seeds_of("a", [0.0, 0.0, 0.0]) + seeds_of("b", [0.2, 0.21, 0.22])
     section, _ = page_of([*shifted, *seeds_of("c", [0.1])], against="a")
-    table = section.tables[-1]
+    (table,) = section.comparisons
     differences = [line[table.head.index("loss - a")] for line in table.body]
     assert differences == ["", "+0.2100", "+0.1000"]
     apart, _ = page_of(rows("alibi", {512: 10.0}) + rows("mep", {512: 10.0}))
@@ -105,7 +105,7 @@ def test_tasks_have_curves_and_tables():
     tasks += answers("rotary", {512: (1.0, 1.0), 1024: (0.4, 0.0)}, seed=2)
     tasks += answers("learned", {512: 0.97, 1024: None}, reason="it ends")
     text, task, _ = page_of([*MEASURED[:2], *tasks])
-    assert [*text.figures, *task.figures] == ["perplexity", "2-accuracy"]
+    assert [len(text.figures), len(task.figures)] == [1, 1]
     tokens, whole = task.tables
     assert tokens.body == [
         ["rotary", "2", "100.0 ± 0.0", "45.0 ± 7.1"],
@@ -114,12 +114,29 @@ def test_tasks_have_curves_and_tables():
     assert whole.body[0] == ["rotary", "2", "100.0 ± 0.0", "0.0 ± 0.0"]
 
 
-def test_curves_that_stay_low_are_drawn_once_more():
-    section, _ = page_of([*MEASURED, *rows("rotary", {512: 11.0, 1024: 10.0})])
-    legend = section.figures["perplexity-near"].axes[0].get_legend()
-    assert legend.get_title().get_text() == "perplexity at the right end; not drawn: mep"
-    labels = [text.get_text() for text in legend.get_texts()]
-    assert labels == ["learned: 13.50 at 512", "rotary: 10.00", "alibi: 9.25"]
+def test_a_summary_says_who_is_best_who_gains_and_how_sure_that_is(shown):
+    measured = []
+    for seed, shift in enumerate([0.0, 0.01, 0.02], 1):
+        for length in (512, 2048):
+            facts = {"seed": seed, "length": length, "train_length": 512}
+            measured += [row("alibi", [3.0 + shift] * 30, **facts)]
+            measured += [row("alibi", [3.1 + shift] * 30, window="train_length", **facts)]
+            measured += [row("rotary", [4.0 + 2 * shift] * 30, **facts)]
+            measured += [row("rotary", [3.2 + shift] * 30, window="train_length", **facts)]
+    section, _ = page_of(measured)
+    best, gains, sure = section.summary
+    assert best.startswith("Best at 2048 tokens, perplexity: alibi (20.29); alibi, window 512 (")
+    assert gains.endswith("window of the training: alibi.")
+    assert (
+        sure
+        == "Different from alibi there over seeds: alibi, window 512; rotary; rotary, window 512."
+    )
+    page = shown(measured)
+    assert page.index(best) < page.index("<h2>")
+    open_tables, _, closed = page.partition("<details>")
+    assert "length 2048:" in open_tables
+    assert "length 512:" not in open_tables
+    assert "length 512:" in closed
 
 
 def test_the_page_of_the_results_at_hand_compares_as_compare_does():
@@ -129,16 +146,15 @@ def test_the_page_of_the_results_at_hand_compares_as_compare_does():
     assert {*kinds(published)} == windowed
     for section in page_of(published)[:-1]:
         labels = {line[0] for line in section.tables[0].body}
-        assert labels == (windowed if "equal_tokens" in section.heading else names)
+        assert labels == (windowed if "every length" in section.heading else names)
     with pytest.raises(UserError, match=r"--against: .window 512. means several"):
         page_of(published, against="window 512")
 
 
-def test_the_command_writes_a_page_and_its_figures(tmp_path, capsys):
+def test_the_command_writes_a_page_with_other_names_for_chosen_labels(tmp_path, capsys):
     write_results(tmp_path / "a.jsonl", MEASURED)
-    words = [str(tmp_path / "a.jsonl"), "--plots", str(tmp_path / "plots")]
-    assert main([*words, "-o", str(tmp_path / "page.html")]) == 0
-    assert capsys.readouterr().out.endswith("page.html: 8 rows, 2 figures\n")
-    pictures = {path.name for path in (tmp_path / "plots").iterdir()}
-    names = ("perplexity", "perplexity-near")
-    assert pictures == {f"{name}.{kind}" for name in names for kind in ("png", "svg", "pdf")}
+    words = [str(tmp_path / "a.jsonl"), "-o", str(tmp_path / "page.html")]
+    assert main([*words, "--only", "learned", "alibi", "--names", "alibi=ALiBi"]) == 0
+    assert capsys.readouterr().out.endswith("page.html: 6 rows, 1 figures\n")
+    table, *_ = tables_of((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert [line[0] for line in table] == ["pos_emb", "learned", "ALiBi"]

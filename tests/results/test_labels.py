@@ -1,6 +1,10 @@
 """Labels name what differs between rows in fact, what was measured first."""
 
-from megatron.results.labels import axes_of, kinds, runs, select
+import pytest
+
+from megatron.errors import UserError
+from megatron.results.labels import arranged, axes_of, kinds, runs, select
+from megatron.results.row import trained_length
 from megatron.results.table import setting
 from tests.results.rows import row_at_512
 
@@ -10,11 +14,20 @@ def test_runs_of_one_encoding_differ_in_the_first_thing_that_differs():
     sizes = [{"cell": {"data": "github", "size": size}} for size in ("small", "wide")]
     cases = [
         ([{}, {"window": 512}], ["", ", window 512"]),
-        ([{"logn_scale": True}, {}], [", logn_scale on", ""]),
+        ([{"logn_scale": True}, {}], [", log n scale", ""]),
+        (
+            [{"method": "yarn,factor=2"}, {"method": "dynamic_ntk,factor=1,step=8"}],
+            [", YaRN ×2", ", dynamic NTK"],
+        ),
+        (
+            [{"method": f"rerope,window={n}"} for n in (2, 3)],
+            [f", ReRoPE (window={n})" for n in (2, 3)],
+        ),
+        ([{"pos_emb_args": {"base": 500}}, {"pos_emb_args": {}}], [", base 500", ""]),
         ([{"seed": 1235}, {"seed": 1236}], [", seed 1235", ", seed 1236"]),
         (
             [{"pos_emb_args": args} for args in kernels],
-            [", pos_emb_args kernels [exp]", ", pos_emb_args kernels [exp, {exp: 0.5}]"],
+            [", kernels [exp]", ", kernels [exp, {exp: 0.5}]"],
         ),
         # What was measured beats an axis of a sweep, an axis beats a hash.
         ([{"window": "train_length"}, sizes[1]], [", window 512", ""]),
@@ -31,12 +44,11 @@ def test_unusual_layers_gates_and_optimizers_are_named():
     gated = {"attention_gate": "head", "softmax_type": "learnable"}
     gated = row_at_512(**gated, cell={"encoding": "rotary", "gate": "gated"})
     assert list(kinds([hybrid, row_at_512("none"), gated])) == [
-        "none, layer_kinds 3 gated_delta + 1 attention, optimizer_type Muon",
+        "none, 3 gated_delta + 1 attention, Muon",
         "none",
-        "rotary, attention_gate head, softmax_type learnable",
+        "rotary, gate by head, learnable softmax",
     ]
-    both = "layer_kinds 3 gated_delta + 1 attention, optimizer_type Muon"
-    assert setting([hybrid]).endswith(both)
+    assert setting([hybrid]).endswith("3 gated_delta + 1 attention, Muon")
 
 
 def test_a_sweep_gives_its_encodings_their_names():
@@ -56,7 +68,7 @@ def test_what_is_unknown_adds_no_word_and_loses_no_row():
 
 def test_a_kind_never_holds_two_configurations_of_one_seed():
     twins = [row_at_512(config_hash="a"), row_at_512(config_hash="b")]
-    assert list(kinds(twins)) == ["rotary, config_hash a", "rotary, config_hash b"]
+    assert list(kinds(twins)) == ["rotary, config a", "rotary, config b"]
     places = [row_at_512(checkpoint="runs/a"), row_at_512(checkpoint="runs/b")]
     assert list(kinds(places)) == ["rotary, checkpoint runs/a", "rotary, checkpoint runs/b"]
     seeds = [row_at_512(seed=seed, config_hash=str(seed), checkpoint=str(seed)) for seed in (1, 2)]
@@ -81,9 +93,32 @@ def test_axes_count_where_they_say_more_than_the_keys():
     lengths = [
         row_at_512(train_length=n, cell={"seq_length": n}, config_hash=str(n)) for n in (512, 2048)
     ]
-    assert list(kinds(lengths)) == ["rotary, train_length 512", "rotary, train_length 2048"]
+    assert list(kinds(lengths)) == ["rotary, trained at 512", "rotary, trained at 2048"]
     sizes = [row_at_512(seed=n, cell={"size": n, "seed": n}) for n in (1, 2)]
     assert axes_of(sizes) == ("size",), "that a size equals the seed is chance"
+
+
+# --- What a user chooses ---
+
+
+def test_rows_are_shown_in_an_order_and_by_names_of_the_user():
+    measured = [row_at_512(), row_at_512(window=8), row_at_512("alibi", seed=1)]
+    measured.append(row_at_512("t5", config_hash="cd"))
+    chosen = arranged(measured, ["t5", "rotary, window 8", "alibi"], ["alibi=A", "t5=T"])
+    assert list(kinds(chosen)) == ["T", "rotary, window 8", "A"]
+    assert list(runs(chosen)) == list(kinds(chosen))
+    assert "window" not in list(kinds(arranged(measured, [], ["rotary, window 8=W"])))[1]
+    both = arranged(measured, ["rotary", "t5"], ["rotary=X", "t5=X"])
+    assert [len(group) for group in kinds(both).values()] == [1, 1], "no row is lost"
+    for only, names in ((["fire"], []), ([], ["fire=a"]), ([], ["t5"])):
+        with pytest.raises(UserError, match=r"--only|--names"):
+            arranged(measured, only, names)
+
+
+def test_the_training_length_of_a_row_is_that_of_its_stage():
+    row = row_at_512(stage_length=64, stage_ends=[100, 200])
+    assert trained_length(row) == 64
+    assert trained_length(row_at_512()) == 512
 
 
 # --- The reference of a comparison ---

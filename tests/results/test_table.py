@@ -61,7 +61,7 @@ def test_rows_of_several_texts_or_protocols_have_a_table_each():
 def test_what_all_rows_share_stands_beneath_the_table():
     variant = {"window": "train_length", "logn_scale": True}
     measured = rows("rotary", {512: 12.0, 1024: 12.1}, **variant)
-    assert "protocol equal_tokens, window 512, logn_scale on\n" in table(measured)
+    assert "protocol equal_tokens, window 512, log n scale\n" in table(measured)
     assert "protocol equal_tokens\n" in table(measured + rows("rotary", {512: 12.0}))
     options = {"task_args": {"group": "S3"}, "tail": 128, "start": 0}
     optional = rows("rotary", {512: 12.0}, **options)

@@ -95,7 +95,7 @@ def test_the_hours_that_pages_show_are_those_of_the_command(tmp_path):
 
     papers = (ROOT / "docs/papers.md").read_text(encoding="utf-8")
     rows = re.findall(r"\| `S ([\w.]+)`.*?\| ([\d,]+) \| [\d,]+ GB", papers)
-    rows += [("kerple_one", *re.findall(r"figures 2 to 7\. (\d+) hours", papers))]
+    rows += [("kerple_one", *re.findall(r"about (\d+) hours of one A100", papers))]
     assert len(rows) == 14
     for name, printed in rows:
         assert round(shown_by(name)) == int(printed.replace(",", "")), name

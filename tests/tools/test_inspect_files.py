@@ -60,7 +60,7 @@ def test_the_text_and_the_numbers_of_a_token_file_name_what_is_there(capsys, tmp
         "Each document ends with token 0, which no length below counts.",
         "bytes: 1.00 bytes per token.",
         f"Lengths: shortest 0, median 8, mean 483, longest {len(TEXTS[2]):,}",
-        "split 2,1,0: train 2 documents, 10 tokens; valid 1 documents, 1,441 tokens; test 0",
+        "split 2,1,0: train 10 tokens (2 documents), valid 1,441 tokens (1 documents), test 0",
         "--- document 0, 9 tokens, begins ---\n116 104 101 32 99 97 116 10 0",
     ):
         assert words in text

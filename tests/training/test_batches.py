@@ -71,7 +71,7 @@ def test_a_blend_is_named_and_resumed_to_the_last_bit(grid, texts, tmp_path, cap
         train(blended(texts, folder, "train_iters=9", "train_data_weights=[1,1]"), grid)
     assert "train_data_weights: [1.0, 3.0] there, [1.0, 1.0] here" in caplog.text
     other = f"train_data_paths=[{texts['prose']},{texts['poems']}]"
-    with pytest.raises(UserError, match=r"another train text \(tokens: "):
+    with pytest.raises(UserError, match=r"was trained on other text \(tokens: "):
         train(blended(texts, folder, "train_iters=10", other), grid)
 
 
@@ -95,7 +95,7 @@ def test_text_that_does_not_fit_is_refused_with_its_key(grid, texts, tmp_path):
     cases = [
         (
             [f"train_data_paths=[{texts['poems']},{other}]", "train_iters=1"],
-            "odd_text_document: was written by another tokenizer",
+            "odd_text_document: was not written by the same tokenizer",
         ),
         (
             [*alone, f"data_path={bare}", "eod_mask_loss=true"],

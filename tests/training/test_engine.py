@@ -118,7 +118,10 @@ def test_a_compiler_that_is_asked_for_and_missing_is_one_message(grid):
     without = {"cpp.cxx": ("/no/compiler",), "force_disable_caches": True}
     with (
         torch._inductor.config.patch(without),
-        pytest.raises(UserError, match=r"torch_compile: no compiler works on cpu: .* or set false"),
+        pytest.raises(
+            UserError,
+            match=r"torch_compile: no compiler works on cpu: .* or set torch_compile to false",
+        ),
     ):
         trainer(grid, "torch_compile=true")
 

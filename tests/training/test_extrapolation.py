@@ -73,6 +73,8 @@ def test_rows_are_those_of_a_later_evaluation_and_change_no_loss(grid, corpus, t
     assert (first["window"], first["pos_emb_args"]) == (8, {"base": 500})
     assert last["pos_emb_args"] == {"scaling": "yarn", "factor": 2}
     assert "window" not in last
+    assert (first["stage_length"], last["stage_length"]) == (16, last["train_length"])
+    assert first["stage_ends"] == last["stage_ends"] == [3]
     assert len({row["loss"] for row in within if row["length"] == 32}) == 6
 
 

@@ -49,7 +49,7 @@ def test_a_full_disk_costs_records_and_no_run_and_leaves_whole_lines(tmp_path, c
     path = tmp_path / "metrics.jsonl"
     assert log_lines["messages"] == [
         f"{path}: step {len(before) + 1} could not be written (the disk is full)"
-        " - training goes on, and later records are tried again",
+        " - training continues, and later records will be written if possible",
     ]
 
 
@@ -160,7 +160,7 @@ def test_a_server_that_cannot_be_used_costs_one_warning(tmp_path, caplog, monkey
     log.log(1, "train", {"loss": 1.0})
     log.close()
     assert caplog.messages == [
-        "use_wandb: cannot start (no server answers) - the run goes on without it; see that the"
+        "use_wandb: cannot start (no server answers) - the run continues without it; check that the"
         " package is installed and its server answers, or set WANDB_MODE=offline to keep the"
         " records for `wandb sync`"
     ]

@@ -185,7 +185,7 @@ def continued(config: Config, step: int = 8) -> Config:
 
 def test_more_steps_ask_whether_the_schedule_is_stretched(caplog):
     caplog.set_level("INFO")
-    with pytest.raises(UserError, match=r"lr_decay_iters: follows train_iters = 12 and was 8 .*"):
+    with pytest.raises(UserError, match=r"lr_decay_iters: follows train_iters = 12 but was 8 .*"):
         continued(scheduled())
     old = continued(scheduled("lr_decay_iters=8"))
     assert learning_rate(10, old.optimizer) == pytest.approx(0.1)
@@ -213,7 +213,7 @@ def test_a_decay_branches_from_a_stable_run_and_has_its_losses_up_to_the_decay(
     assert branched[7]["loss"] != parent[7]["loss"]
     # The order of the text is the stable run's, also for whoever continues the branch.
     assert read_record(branch / "global_step7")["planned"] == 8 * 4
-    with pytest.raises(UserError, match=r"lr_decay_iters: follows train_iters = 9 and was 7 "):
+    with pytest.raises(UserError, match=r"lr_decay_iters: follows train_iters = 9 but was 7 "):
         train(settings(corpus, branch, *wsd, "train_iters=9", "lr_wsd_decay_iters=1"), grid)
 
 

@@ -69,7 +69,7 @@ def test_a_task_resumes_to_the_last_bit_and_not_with_other_problems(grid, tmp_pa
     straight = tmp_path / "straight"
     train(settings(straight), grid)
     broken = interrupted(straight, 2, tmp_path / "broken")
-    with pytest.raises(UserError, match=r"has another train text \(digest: "):
+    with pytest.raises(UserError, match=r"was trained on other text \(digest: "):
         train(settings(broken, "task_args.pairs=3"), grid)
     train(settings(broken), grid)
     check_same(straight, broken)
