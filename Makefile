@@ -267,7 +267,7 @@ docs: $(INSTALLED)
 	$(PY) -m megatron.report.document
 
 # site/: the same pages as a site with search (MkDocs Material, a further 60 MB in .venv). A broken link is an error.
-SITE_FILES = README.md CONTRIBUTING.md CHANGELOG.md CITATION.cff LICENSE Makefile .devcontainer docs configs megatron tests/nanogpt.py
+SITE_FILES = README.md CONTRIBUTING.md CHANGELOG.md CITATION.cff LICENSE Makefile .devcontainer docs configs examples megatron tests/nanogpt.py
 docs-site: $(INSTALLED)
 	$(PY) -m pip install -q -e '.[site]' -c $(CONSTRAINTS)
 	rm -rf build/site && mkdir -p build/site

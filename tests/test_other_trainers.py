@@ -1,182 +1,221 @@
-"""The recipe for nanoGPT, as it stands on the page, in a small model with nanoGPT's names."""
+"""The recipes of examples/ in small models with the names of five trainers (tests/trainers.py)."""
 
+import ast
 import importlib.util
-import math
-import re
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
-from tests.encodings import HOOKS
+from tests import trainers
 from tests.support import ROOT
+from tests.trainers import LENGTH, VOCAB
 
-# Written for this test: what the recipe reads of a nanoGPT, with its names.
-MODEL = """
-from dataclasses import dataclass
-
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-
-class Attention(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.n_head = config.n_head
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
-        self.resid_dropout = nn.Dropout(0.0)
-
-    def forward(self, x):
-        fused = self.c_attn(x).unflatten(2, (3, self.n_head, -1)).movedim(2, 0).transpose(2, 3)
-        y = F.scaled_dot_product_attention(*fused, is_causal=True)
-        return self.c_proj(y.transpose(1, 2).flatten(2))
+MODELS = {
+    "nanogpt": trainers.NanoGPT,
+    "nanochat": trainers.Nanochat,
+    "litgpt": trainers.Litgpt,
+    "torchtitan": trainers.Torchtitan,
+    "megatron_lm": trainers.MegatronLM,
+}
+every_trainer = pytest.mark.parametrize("trainer", MODELS)
+NOT_OF_THE_RECIPE = {"read", "groups", "setup_optimizer"}  # longer texts, and the optimizer
 
 
-class Block(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.norm = nn.LayerNorm(config.n_embd)
-        self.attn = Attention(config)
-
-    def forward(self, x):
-        return x + self.attn(self.norm(x))
+@pytest.fixture(autouse=True)
+def no_bias(monkeypatch):
+    monkeypatch.setattr(trainers, "BIAS", [])
+    monkeypatch.setitem(sys.modules, "nanochat", SimpleNamespace(gpt=trainers.gpt))
 
 
-@dataclass
-class GPTConfig:
-    block_size: int
-    vocab_size: int
-    n_layer: int
-    n_head: int
-    n_embd: int
+def example(trainer):
+    path = ROOT / "examples" / f"{trainer}.py"
+    spec = importlib.util.spec_from_file_location(f"example_{trainer}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-class GPT(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.config = config
-        parts = {
-            "wte": nn.Embedding(config.vocab_size, config.n_embd),
-            "wpe": nn.Embedding(config.block_size, config.n_embd),
-            "h": nn.ModuleList(Block(config) for _ in range(config.n_layer)),
-        }
-        self.transformer = nn.ModuleDict(parts)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        nn.init.zeros_(self.lm_head.weight)
-
-    def forward(self, idx, targets=None):
-        x = self.transformer.wte(idx) + self.transformer.wpe.weight[: idx.shape[1]]
-        for block in self.transformer.h:
-            x = block(x)
-        logits = self.lm_head(x)
-        return logits, F.cross_entropy(logits.view(-1, logits.shape[2]), targets.view(-1))
-
-    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
-        learned = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return torch.optim.AdamW(learned, learning_rate, betas, weight_decay=weight_decay)
-"""
-PAGE = ROOT / "docs" / "other_trainers.md"
-CODE = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
-LENGTH, HEADS, HIDDEN = 24, 4, 64
-TEXT = torch.arange(2 * LENGTH).view(2, LENGTH) * 7 % 50
-
-
-@pytest.fixture
-def copy(tmp_path):
-    (tmp_path / "model.py").write_text(MODEL)
-    return tmp_path
-
-
-@pytest.fixture
-def gpt(copy):
-    """A model in float64 whose learned positions are zero already."""
-    spec = importlib.util.spec_from_file_location("nanogpt_for_a_test", copy / "model.py")
-    theirs = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(theirs)
+def model_with(trainer, name, **options):
+    """A model in float64 with an encoding, whose numbers are far from their first values."""
     torch.manual_seed(0)
-    model = theirs.GPT(theirs.GPTConfig(LENGTH, 50, 2, HEADS, HIDDEN)).double()
-    nn.init.zeros_(model.transformer.wpe.weight)
-    nn.init.normal_(model.lm_head.weight)
+    use = example(trainer).use
+    if trainer == "megatron_lm":
+        spec = trainers.specification()
+        use(spec, name, LENGTH, **options)
+        model = trainers.MegatronLM(spec)
+    else:
+        model = MODELS[trainer]()
+        length = {"length": LENGTH} if trainer == "torchtitan" else {}
+        use(model, name, **length, **options)
+    model = model.double()
+    torch.manual_seed(1)
+    for path, number in model.named_parameters():
+        if "encoding." in path:
+            torch.nn.init.uniform_(number, 0.1, 0.9)
+        elif number.requires_grad:
+            torch.nn.init.normal_(number, std=0.3)
     return model
 
 
-def recipe(section="nanoGPT"):
-    shared, *sections = PAGE.read_text().split("\n## ")
-    (text,) = [text for text in sections if text.startswith(f"{section}\n")]
-    names = {}
-    for block in CODE.findall(shared + text):
-        exec(compile(block, PAGE, "exec"), names)
-    return names
+def first_ids(length=LENGTH):
+    return torch.arange(2 * length).view(2, length) * 7 % VOCAB
 
 
-def logits_by_formula(gpt):
-    """The model's logits with the bias of KERPLE."""
-
-    def forward(attention, x):
-        parts = attention.c_attn(x).chunk(3, dim=2)
-        q, k, v = (part.unflatten(2, (HEADS, -1)).transpose(1, 2) for part in parts)
-        scores = q @ k.mT / math.sqrt(HIDDEN // HEADS) + kerple(attention.encoding)
-        later = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
-        y = scores.masked_fill(later, -math.inf).softmax(-1) @ v
-        return attention.c_proj(y.transpose(1, 2).flatten(2))
-
-    x = gpt.transformer.wte(TEXT)
-    for block in gpt.transformer.h:
-        x = x + forward(block.attn, block.norm(x))
-    return gpt.lm_head(x)
+def without_encoding(trainer, model):
+    """Its own model with the same weights, which has no positions."""
+    plain = MODELS[trainer]().double()
+    weights = {path: x for path, x in model.state_dict().items() if "encoding." not in path}
+    missing = plain.load_state_dict(weights, strict=False)
+    assert missing == ([], []), missing
+    return plain
 
 
-def kerple(encoding):
-    distance = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
-    p, a = encoding.p[:, None, None].double(), encoding.a[:, None, None].double()
-    return -p * torch.log(1 + a * distance.clamp(min=0))
+def kerple(encoding, length):
+    distance = (torch.arange(length)[:, None] - torch.arange(length)).clamp(min=0)
+    p, a = (number.detach().view(-1, 1, 1).double() for number in (encoding.p, encoding.a))
+    return -p * torch.log1p(a * distance)
 
 
-def test_logits_and_gradients_are_those_of_the_papers_formula(gpt):
-    recipe()["use"](gpt, "kerple_log")
-    gpt.double()
-    encoding = gpt.transformer.h[0].attn.encoding
-    assert gpt.transformer.h[1].attn.encoding is encoding
-    assert "transformer.h.0.attn.encoding.p" in gpt.state_dict()
-    numbers = {path: value for path, value in gpt.named_parameters() if "encoding." in path}
-    with torch.no_grad():
-        for value in numbers.values():
-            value.uniform_(0.1, 1.0)
-    expected = logits_by_formula(gpt)
-    logits = gpt(TEXT, TEXT)[0]
-    torch.testing.assert_close(logits, expected)
-
-    weights = torch.randn(logits.shape, dtype=torch.float64)
-    expected_gradients = torch.autograd.grad(expected, list(numbers.values()), weights)
-    gradients = torch.autograd.grad(logits, list(numbers.values()), weights)
-    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
-        assert expected_gradient.abs().max() > 0
-        torch.testing.assert_close(gradient, expected_gradient)
+def learned(model):
+    return {path: x for path, x in model.named_parameters() if "encoding." in path}
 
 
-def test_encodings_with_hooks_that_the_recipe_does_not_call_are_refused_by_name(gpt):
-    use, refused = recipe()["use"], {}
-    for name in ("alibi", "none", "rotary", "cope", "fire", "path", "learned", "rope_pp"):
-        try:
-            use(gpt, name)
-        except ValueError as fault:
-            refused[name] = str(fault)
-    assert refused == {
-        "cope": "cope: this recipe does not call ['on_scores']",
-        "fire": "fire: this recipe does not call ['index_bias']",
-        "path": "path: this recipe does not call ['block_scores']",
-        "learned": "learned: this recipe does not call ['on_embeddings']",
-        "rope_pp": "rope_pp: this recipe does not call heads_per_query",
-    }
+@every_trainer
+def test_logits_are_those_of_the_papers_formula_in_its_own_attention(trainer):
+    model = model_with(trainer, "kerple_log")
+    logits = model(first_ids())
+    logits.square().sum().backward()
+    numbers = learned(model)
+    assert {path.rpartition(".")[2] for path in numbers} == {"p", "a"}
+    assert all(number.grad.abs().max() > 0 for number in numbers.values())
+
+    if trainer in ("torchtitan", "megatron_lm"):  # whose layers have numbers of their own
+        first, second = numbers.values(), iter(numbers.values())
+        for number, other in zip(list(first)[2:], second, strict=False):
+            number.data.copy_(other)
+        logits = model(first_ids())
+    encoding = next(part for path, part in model.named_modules() if path.endswith(".encoding"))
+    expected_model = without_encoding(trainer, model)
+    trainers.BIAS.append(kerple(encoding, LENGTH))
+    torch.testing.assert_close(logits, expected_model(first_ids()))
+    trainers.BIAS.clear()
+    assert (logits - expected_model(first_ids())).abs().max() > 0.01
 
 
-def test_a_recipe_knows_every_hook_of_an_encoding():
-    called = {"distance_bias", "distance_weight", "on_queries_keys_at"}
-    assert {*recipe()["HOOKS"]} | called == {*HOOKS}
+@every_trainer
+def test_first_tokens_reach_the_last_logits_of_a_text_of_four_times_the_length(trainer):
+    model = model_with(trainer, "kerple_log")
+    length = 4 * LENGTH
+    ids = first_ids(length)
+    others = ids.clone()
+    others[:, :2] = (ids[:, :2] + 1) % VOCAB
+    module = example(trainer)
+    if hasattr(module, "read"):
+        with pytest.raises(AssertionError):
+            model(ids)
+        module.read(model, length)
+    logits = model(ids)
+    assert (model(others) - logits)[:, -1].abs().max() > 1e-6
+    prefix = ids[:, :LENGTH]
+    torch.testing.assert_close(model(prefix), logits[:, :LENGTH])
 
 
-@pytest.mark.parametrize("section", ["nanoGPT", "nanochat", "litgpt", "torchtitan", "Megatron-LM"])
-def test_every_section_defines_a_recipe_and_its_trial(section):
-    assert {"use", "trial"} <= recipe(section).keys()
+def test_without_its_lines_nanochat_reads_no_far_token():
+    """Why `read` exists: an L layer has a window of sequence_len tokens."""
+    model = model_with("nanochat", "kerple_log")
+    model.cos, model.sin = (x[:, :1].expand(-1, 4 * LENGTH, -1, -1) for x in (model.cos, model.sin))
+    ids = first_ids(4 * LENGTH)
+    others = ids.clone()
+    others[:, :2] = (ids[:, :2] + 1) % VOCAB
+    assert (model(others) - model(ids))[:, -1].abs().max() == 0.0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["rotary", "kerple_log"])
+def test_nanochat_decodes_with_its_own_cache(name):
+    model, ids = model_with("nanochat", name), first_ids()
+    expected = model(ids)
+    stores = [torch.zeros(2, 2, LENGTH, 2, trainers.HEAD_DIM).double() for _ in range(2)]
+    cache = SimpleNamespace(stores=stores, seqlens=torch.zeros(2, dtype=torch.int32))
+    parts = [model(part, cache) for part in ids.split([10, 1, 13], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected)
+
+
+def test_what_an_encoding_learns_has_no_decay():
+    nanochat = model_with("nanochat", "kerple_log")
+    of_nanochat = nanochat.setup_optimizer(matrix_lr=0.5).param_groups
+    litgpt = model_with("litgpt", "kerple_log")
+    of_litgpt = torch.optim.AdamW(example("litgpt").groups(litgpt), weight_decay=0.1).param_groups
+    for model, groups in ((nanochat, of_nanochat), (litgpt, of_litgpt)):
+        ours = [*learned(model).values()]
+        *others, last = groups
+        assert {*last["params"]} == {*ours}
+        assert last["weight_decay"] == 0.0
+        assert sum(len(group["params"]) for group in others) == len({*model.parameters()}) - 2
+        assert others[0]["weight_decay"] == 0.1
+    assert of_nanochat[0]["lr"] == 0.5
+
+
+def test_torchtitan_builds_on_the_meta_device_and_keeps_packed_documents_apart():
+    with torch.device("meta"):
+        model = trainers.Torchtitan()
+        example("torchtitan").use(model, "sum", LENGTH, parts=["rotary", "fox"])
+    model.to_empty(device="cpu")
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.fill_(torch.nan)
+    model.init_states()
+    ids, positions = first_ids()[:1], torch.arange(LENGTH) % 9
+    logits = model(ids, positions)
+    for start in range(0, LENGTH, 9):
+        document = slice(start, min(start + 9, LENGTH))
+        alone = model(ids[:, document], positions[document])
+        torch.testing.assert_close(logits[:, document], alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "name", "message"),
+    [
+        ("nanogpt", "learned", r"applied=\['on_embeddings'\]"),
+        ("nanogpt", "rope_pp", "must be"),
+        ("nanochat", "fox", "reads content; give x"),
+        ("litgpt", "fox", "reads content; give x"),
+        ("megatron_lm", "fope", "num_key_value_heads"),
+    ],
+)
+def test_what_a_recipe_cannot_compute_is_refused(trainer, name, message):
+    model = model_with(trainer, name)
+    with pytest.raises(ValueError, match=message):
+        model(first_ids())
+
+
+def test_other_settings_of_a_trainer_are_refused():
+    with pytest.raises(ValueError, match="rotary_percentage: 0"):
+        example("litgpt").use(trainers.Litgpt(rope_n_elem=8), "alibi")
+    spec = trainers.specification()
+    example("megatron_lm").use(spec, "alibi", LENGTH)
+    with pytest.raises(ValueError, match=r"needs \{'window_size': None\}"):
+        trainers.MegatronLM(spec, window_size=64)
+
+
+def test_drawn_positions_are_those_of_all_layers_in_nanogpt():
+    model = model_with("nanogpt", "randomized").train()
+    torch.manual_seed(3)
+    model(first_ids())
+    (encoding,) = {block.attn.encoding for block in model.transformer.h}
+    drawn = encoding.drawn
+    assert len(drawn) == LENGTH
+    model(first_ids())
+    assert not torch.equal(encoding.drawn, drawn)
+
+
+@every_trainer
+def test_a_recipe_is_short(trainer):
+    text = (ROOT / "examples" / f"{trainer}.py").read_text()
+    count = 0
+    for part in ast.parse(text).body:
+        if isinstance(part, ast.FunctionDef | ast.ClassDef) and part.name not in NOT_OF_THE_RECIPE:
+            lines = text.splitlines()[part.lineno - 1 : part.end_lineno]
+            count += sum(line.strip() != "" and not line.strip().startswith("#") for line in lines)
+    assert count <= (12 if trainer == "nanogpt" else 20)

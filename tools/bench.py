@@ -30,13 +30,11 @@ import torch.nn.functional as F
 from torch.utils.benchmark import Timer
 from torch.utils.benchmark.utils.timer import timer as synchronized
 
+from megatron.attention.encoded import BEFORE_LAYERS, encoded
 from megatron.cli_errors import command_parser, guarded
 from megatron.commit import commit
 from megatron.conformance.subject import Subject
 from megatron.files import ROOT
-from megatron.model.block import attend_with_encoding
-from megatron.model.gpt import LayerPlan, attention_inputs
-from megatron.model.settings import AttentionSettings
 from megatron.positions import REGISTRY, options_of
 
 ON_GPU = torch.cuda.is_available()
@@ -157,13 +155,9 @@ def attention(
         position = subject(options, name.removesuffix(FLEX), settings).position().train()
         position.to(DEVICE).prepare(length)
         leaves += position.parameters()
+        q = leaves[0] = q[:, : heads // position.heads_per_query]
         backend = "flex" if name.endswith(FLEX) else "auto"
-        plan = LayerPlan(position, "", None, None, backend)
-
-        def compute() -> torch.Tensor:
-            text = slice(0, length)
-            inputs = attention_inputs([plan], AttentionSettings(), text, length, None)[plan]
-            return attend_with_encoding(q, k, v, x, inputs)
+        compute = partial(encoded, position, q, k, v, x, applied=BEFORE_LAYERS, backend=backend)
 
     if not backward:
         return torch.no_grad()(compute)

@@ -63,12 +63,7 @@ def flex(
     if too_much:
         hooks = " and ".join(too_much)
         raise UserError(f"{fault} no score_mod computes {hooks}; use megatron.attention.attention")
-    missing = [hook for hook in CALLS if encoding.has(hook) and hook not in applied]
-    if missing:
-        calls = "; ".join(CALLS[hook] for hook in missing)
-        raise UserError(
-            f"{fault} it acts before attention too; call {calls}; then add applied={missing}"
-        )
+    check_applied(fault, encoding, CALLS, applied)
     by_content = encoding.has("score_bias")
     if by_content and (x is None or x.shape[1] != length):
         raise UserError(
@@ -91,6 +86,18 @@ def flex(
     )
     score_mod, visible = modifiers(terms, 0, index_bias)
     return score_mod, block_mask or blocks_of_mask(visible, terms, index, length)
+
+
+def check_applied(
+    fault: str, encoding: Any, hooks: Collection[str], applied: Collection[str]
+) -> None:
+    """Raises UserError, which begins with `fault`, for hooks of CALLS that the model leaves out."""
+    missing = [hook for hook in hooks if encoding.has(hook) and hook not in applied]
+    if missing:
+        calls = "; ".join(CALLS[hook] for hook in missing)
+        raise UserError(
+            f"{fault} it acts before attention too; call {calls}; then add applied={missing}"
+        )
 
 
 def modifiers(

@@ -26,7 +26,6 @@ from megatron.errors import UserError
 from megatron.files import place_of
 from megatron.layer_kinds import layer_called, options_of_layers
 from megatron.positions import build, options_of
-from megatron.positions.base import check_heads
 from megatron.positions.layers import (
     attention_count,
     entries_of,
@@ -134,7 +133,7 @@ def _encoding(model: Model, position: Position, attention: Attention, parallel: 
                     " read; use this encoding for all layers or for none"
                 )
             kv_heads = min(model.num_key_value_heads or heads, heads // model.heads_per_query)
-            check_heads(encoding, kv_heads, model.heads_per_query)
+            encoding.check_heads(kv_heads, model.heads_per_query)
             for kind in kinds:
                 if kind.has_encoding:
                     kind.check_position(encoding)

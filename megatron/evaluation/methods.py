@@ -36,11 +36,11 @@ from torch import Tensor
 
 from megatron.attention import attend
 from megatron.attention.eager import all_scores, attended
+from megatron.attention.encoded import Text
 from megatron.attention.scope import BLOCK
 from megatron.attention.sdpa import MOST_SCORES, cpu_kernel
 from megatron.attention.terms import Terms, for_each_query_head, mask, merge, with_sink
 from megatron.errors import UserError, did_you_mean
-from megatron.model.block import Text
 from megatron.model.settings import AttentionSettings
 from megatron.positions import REGISTRY, Position
 

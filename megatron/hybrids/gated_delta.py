@@ -7,12 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.attention.encoded import LayerInputs, prepare
 from megatron.attention.terms import for_each_query_head
 from megatron.errors import UserError
 from megatron.hybrids.options import chosen_options
 from megatron.layer_kinds import Layer, register_layer
-from megatron.model.block import LayerInputs
-from megatron.model.gpt import prepare
 from megatron.model.settings import Architecture, ResidualOutput
 from megatron.positions import Position, Shape, build
 from megatron.positions.base import Pair, after_earlier
@@ -320,7 +319,7 @@ def turned(position: Position, q: Tensor, k: Tensor, inputs: LayerInputs) -> Pai
     """q, k [batch, heads, length, features] turned by their places -> same."""
     earlier = 0 if inputs.cache is None else inputs.start
     length = max(inputs.length, inputs.start + q.shape[2])
-    prepare([position], earlier, length)
+    prepare([position], length, earlier)
     where: Any = slice(inputs.start, inputs.start + q.shape[2])
     if inputs.documents is not None and inputs.documents.restart:
         where = inputs.documents.places[:, None]

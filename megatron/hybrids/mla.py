@@ -7,10 +7,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from megatron.attention.encoded import (
+    AttentionInputs,
+    attend_encoded,
+    encoded_queries_keys,
+    scaled,
+)
 from megatron.errors import UserError
 from megatron.hybrids.options import chosen_options
 from megatron.layer_kinds import register_layer
-from megatron.model.block import Attention, AttentionInputs, attend_encoded, encoded, scaled
+from megatron.model.block import Attention
 from megatron.model.settings import Architecture, ResidualOutput
 from megatron.positions import Position
 from megatron.positions.base import refuse
@@ -118,7 +124,7 @@ class LatentAttention(Attention):
         rank = latent.shape[3]
 
         plain, values = plain_q.shape[3], self.value_features
-        q, key = encoded(q, key, x, inputs)
+        q, key = encoded_queries_keys(q, key, x, inputs)
         q = torch.cat([plain_q, q], dim=3)
         if absorbs := self.absorbs(x, inputs):
             matrices = self.key_value.weight.unflatten(0, (self.heads, -1))

@@ -8,7 +8,6 @@ torch.compile leaves all three as they are, because they decide by the values of
 lets from_pretrained read the encoding of a saved folder.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,16 +18,15 @@ from transformers.cache_utils import DynamicLayer
 from transformers.fusion_mapping import _FUSION_REGISTRY, ModuleFusionSpec
 from transformers.modeling_utils import local_torch_dtype
 
+from megatron.attention import LayerCache, encoded
+from megatron.attention.documents import Documents
+from megatron.attention.encoded import prepare
 from megatron.checkpoints.read import fill
 from megatron.errors import UserError
 from megatron.interop.families import ENCODING, FAMILIES
 from megatron.interop.modeling_positions_gpt import Encodings, rows_by_padding
 from megatron.model import AttentionSettings, positions_from_config
-from megatron.model.block import AttentionInputs, attend_with_encoding
-from megatron.model.cache import LayerCache
-from megatron.model.documents import Documents
-from megatron.model.gpt import LayerPlan, attention_inputs, prepare, with_positions
-from megatron.positions import without_autocast
+from megatron.model.gpt import with_positions
 
 CLASSES = (
     "LlamaForCausalLM",
@@ -38,6 +36,8 @@ CLASSES = (
     "GPT2LMHeadModel",
     "GPTNeoXForCausalLM",
 )
+APPLIED = ("prepare", "on_embeddings")
+"""Hooks that are called before the trunk."""
 
 
 def use(model: PreTrainedModel, name: str | None = None, **options: Any) -> PreTrainedModel:
@@ -141,7 +141,7 @@ class CachedLayer(LayerCache, DynamicLayer):
     reorder_cache = LayerCache.select  # pyright: ignore
 
     def get_seq_length(self) -> int:
-        return 0 if self.keys is None else self.keys.shape[2]
+        return self.length
 
     def crop(self, *_: Any) -> None:
         raise UserError(
@@ -205,19 +205,12 @@ def before_trunk(trunk: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
     if not several:
         documents = None
 
-    prepare(trunk.encodings, start, length)
+    prepare(trunk.encodings, length, start)
     first, _ = trunk.encoding_of_layer[0]
     kwargs["inputs_embeds"] = with_positions(trunk.encodings[first], x, start, documents)
 
-    def inputs_of(layer: int) -> AttentionInputs:
-        # Each layer computes its tables: where it is computed again (use_reentrant), autograd runs
-        # through it alone, and could not run twice through tables that layers share.
-        index, window = trunk.encoding_of_layer[layer]
-        plan = LayerPlan(trunk.encodings[index], "", window, None, "auto")
-        new = slice(start, length)
-        return attention_inputs([plan], AttentionSettings(), new, length, documents)[plan]
-
-    return (), kwargs | {"encoding_inputs": inputs_of}
+    segments = None if documents is None else documents.numbers
+    return (), kwargs | {"encoding_inputs": (trunk, segments)}
 
 
 @torch.compiler.disable
@@ -236,7 +229,10 @@ def before_attention(attention: Any, args: tuple, kwargs: dict[str, Any]) -> tup
             cache.layers[layer : layer + 1] = [CachedLayer()]
         cache = cache.layers[layer]
     kwargs["position_embeddings"] = x.new_ones(1, 1, 1), x.new_zeros(1, 1, 1)
-    return args, kwargs | {"encoding_inputs": (kwargs["encoding_inputs"](layer), x, cache)}
+    trunk, segments = kwargs["encoding_inputs"]
+    index, window = trunk.encoding_of_layer[layer]
+    inputs = {"encoding": trunk.encodings[index], "x": x, "cache": cache, "window": window}
+    return args, kwargs | {"encoding_inputs": inputs | {"segments": segments}}
 
 
 @torch.compiler.disable
@@ -248,13 +244,13 @@ def encoded_attention(
     attention_mask: Tensor | None,
     *,
     dropout: float = 0.0,
-    encoding_inputs: tuple[AttentionInputs, Tensor, LayerCache | None] | None = None,
+    encoding_inputs: dict[str, Any] | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: the output [batch, length, heads, features], no weights.
 
     query [batch, heads, length, head_dim], key, value [batch, key heads, length, head_dim] of the
-    new tokens alone
+    new tokens alone; encoding_inputs: of `encoded`
     """
     if encoding_inputs is None:
         raise UserError(
@@ -266,11 +262,10 @@ def encoded_attention(
             f"attention_dropout: {dropout} is not offered; load the model with attention_dropout=0"
             " (GPT-2: attn_pdrop=0)"
         )
-    inputs, x, cache = encoding_inputs
-    with without_autocast(value):  # which would round scores and biases
-        query, key = query.to(value.dtype), key.to(value.dtype)
-        out = attend_with_encoding(query, key, value, x, replace(inputs, cache=cache))
-    return out.transpose(1, 2), None
+    # It computes its tables anew in each layer: where one is computed again (use_reentrant),
+    # autograd runs through it alone, and could not run twice through tables that layers share.
+    options = {"restart": True, "applied": APPLIED} | encoding_inputs
+    return encoded(q=query, k=key, v=value, **options).transpose(1, 2), None
 
 
 AttentionInterface.register(ENCODING, encoded_attention)

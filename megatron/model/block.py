@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -10,103 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.attention import attend
-from megatron.attention.terms import Content, Terms, for_each_query_head
+from megatron.attention.encoded import AttentionInputs, LayerInputs, attend_with_encoding
+from megatron.attention.terms import for_each_query_head
 from megatron.layer_kinds import ATTENTION, Layer, layer_called, register_layer
-from megatron.model.cache import LayerCache
-from megatron.model.documents import Documents, by_document
 from megatron.model.settings import Architecture, ResidualOutput
 from megatron.positions import Position
 from megatron.positions.layers import features_of_head
 
 PER_PAIR = 4  # operations of a query, a key and a feature: the score and the weighted sum, 2 each
-
-
-@dataclass(frozen=True)
-class Text:
-    """Queries, keys and values of a layer, before its encoding has acted on queries and keys.
-
-    q [batch, heads, queries, head_dim] of the last keys; k, v [batch, key heads, keys, head_dim];
-    query_scale [heads or 1, queries]: multiplies the queries
-    """
-
-    position: Position
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    terms: Terms
-    query_scale: Tensor | None = None
-
-    @property
-    def start(self) -> int:
-        """The index of the first query."""
-        return self.k.shape[2] - self.q.shape[2]
-
-    def turned(
-        self, rows: slice, query: Tensor, key: Tensor, stretch: float = 1.0
-    ) -> tuple[Tensor, Tensor]:
-        """Some queries, and the first keys, where they stand for a method.
-
-        query [rows], key [keys]: int64 or float -> [batch, heads, rows, features] and
-        [batch, heads, keys, features], without groups
-        """
-        q = self.q[:, :, rows]
-        k = self.k[:, :, : len(key)]
-        position = self.position
-        if position.has("on_queries_keys_at"):
-            query = query.to(position.origin)
-            key = key.to(position.origin)
-            start = self.start + rows.start
-            q, k = position.on_queries_keys_at(q, k, query, key, start=start, stretch=stretch)
-        if self.query_scale is not None:
-            scale = self.query_scale[..., rows, None]
-            q = (q * scale).to(q.dtype)
-        return q, for_each_query_head(k, q.shape[1] // k.shape[1])
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerInputs:
-    """What every layer reads beside x.
-
-    start: index of the first token of x; length: tokens of the text so far, the cached ones too
-    documents: where they lie, if the layer keeps them apart
-    cache: what it keeps of earlier tokens; None to keep nothing
-    context: `Context` (megatron/parallel/context.py), which knows the parts of the text that other
-        processes have; None if x has all of it
-    """
-
-    start: int = 0
-    length: int = 0
-    documents: Documents | None = None
-    cache: LayerCache | None = None
-    context: Any = None
-
-    @property
-    def memory(self) -> dict[str, Tensor]:
-        """That of the cache."""
-        return {} if self.cache is None else self.cache.memory
-
-
-@dataclass(frozen=True)
-class AttentionInputs(LayerInputs):
-    """Inputs of a layer with attention beside x, the same for every token of a step.
-
-    terms: tables, window and chunk
-    method: `Method` (megatron/evaluation/methods.py), which changes where tokens stand; None:
-        nothing does. With one, the cache holds keys as they were before on_queries_keys, and the
-        text is one document
-    query_scale [heads or 1, queries], or with a batch before it: multiplies the queries;
-    backend, self_check: of megatron.attention.attention;
-    first_query: tokens before it are only read, and have no place in the output
-    """
-
-    position: Position
-    terms: Terms
-    backend: str = "auto"
-    self_check: bool = True
-    method: Any = None
-    query_scale: Tensor | None = None
-    first_query: int = 0
 
 
 def normalisation(features: int, model: Architecture) -> nn.Module:
@@ -118,93 +28,6 @@ def normalisation(features: int, model: Architecture) -> nn.Module:
     if model.norm == "rmsnorm":
         return nn.RMSNorm(features, epsilon, elementwise_affine=learned)
     return nn.LayerNorm(features, epsilon, learned, bias=model.use_bias_in_norms)
-
-
-def attend_with_encoding(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    x: Tensor,
-    inputs: AttentionInputs,
-    sink: Tensor | None = None,
-) -> Tensor:
-    """The output of a layer's attention, in which its encoding acts on what the layer projects.
-
-    q [batch, heads, length, head_dim], k, v [batch, key heads, length, head_dim] of the new tokens,
-    x [batch, length, hidden] the attention's input; sink: see `attention`
-    -> [batch, heads, length - first_query, features of v]
-    """
-    q, k = encoded(q, k, x, inputs)
-    q = scaled(q, inputs)
-    scores, position = None, inputs.position
-    if position.has("block_scores"):
-        scores = position.block_scores(q, k, x, inputs.memory)
-    if inputs.cache is not None:
-        k, v = inputs.cache.append(k, v)
-    return attend_encoded(q, k, v, x, inputs, sink, scores)
-
-
-def encoded(q: Tensor, k: Tensor, x: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
-    """Queries and keys as the encoding changes them by positions and by content."""
-    position, documents = inputs.position, inputs.documents
-    if documents is not None and documents.restart and not position.by_distance:
-        q, k = by_document(position.on_queries_keys, (q, k), documents)
-    elif inputs.method is None:
-        q, k = position.on_queries_keys(q, k, inputs.start)
-    return position.on_queries_keys_by_content(q, k, x, inputs.memory)
-
-
-def scaled(q: Tensor, inputs: AttentionInputs) -> Tensor:
-    """Queries by their scale; a method multiplies them itself."""
-    if inputs.query_scale is None or inputs.method is not None:
-        return q
-    return (q * inputs.query_scale[..., None]).to(q.dtype)
-
-
-def attend_encoded(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    x: Tensor,
-    inputs: AttentionInputs,
-    sink: Tensor | None = None,
-    scores: Any = None,
-) -> Tensor:
-    """`attend_with_encoding` after its first half: k and v are those of all tokens.
-
-    scores: as of `Position.block_scores`
-    """
-    position, documents, method = inputs.position, inputs.documents, inputs.method
-    on_scores = content = None
-    if position.has("on_scores"):
-        on_scores = partial(position.on_scores, x=x, memory=inputs.memory)
-    if position.has("score_bias"):
-        content = Content.of(position.score_bias(x, inputs.memory), x.shape[1])
-    terms = replace(
-        inputs.terms,
-        segments=None if documents is None else documents.numbers,
-        index_bias=position.index_bias if position.has("index_bias") else None,
-        on_scores=on_scores,
-        content=content,
-        scores=scores,
-        sink=sink,
-    )
-    query_scale, unread = inputs.query_scale, inputs.first_query
-    if unread and scores is None and on_scores is None:
-        later, all_keys = slice(unread, None), slice(None)
-        q, terms, unread = q[:, :, later], terms.part(later, all_keys), 0
-        query_scale = None if query_scale is None else query_scale[..., later]
-    if method is None:
-        run = attend
-        if inputs.context is not None:
-            run = inputs.context.attend
-            group = q.shape[1] // k.shape[1]
-            k, v = for_each_query_head(k, group), for_each_query_head(v, group)
-        out = run(q, k, v, terms, inputs.backend, self_check=inputs.self_check)
-    else:
-        assert inputs.context is None  # evaluation refuses it
-        out = method.attend(Text(position, q, k, v, terms, query_scale))
-    return out[:, :, unread:]
 
 
 class Attention(Layer):

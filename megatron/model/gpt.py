@@ -10,22 +10,22 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.attention import Choice, choose, joined
-from megatron.attention.flex import MOST_PROGRAMS
-from megatron.attention.terms import Content, Terms, visible_keys
-from megatron.errors import UserError
-from megatron.model.block import (
-    Attention,
+from megatron.attention.documents import Documents, by_document
+from megatron.attention.encoded import (
     AttentionInputs,
-    Block,
+    LayerCache,
     LayerInputs,
-    normalisation,
+    inputs_of,
+    prepare,
 )
-from megatron.model.cache import Cache, LayerCache
-from megatron.model.documents import Documents, by_document
+from megatron.attention.flex import MOST_PROGRAMS
+from megatron.attention.terms import Content, Terms
+from megatron.errors import UserError
+from megatron.model.block import Attention, Block, normalisation
+from megatron.model.cache import Cache
 from megatron.model.head import loss_of_block, mean_loss, token_losses
 from megatron.model.settings import Architecture, AttentionSettings, initialize
 from megatron.positions import Position
-from megatron.positions.base import check_heads, made
 from megatron.positions.layers import Placed
 
 HOOKS_OF_TERMS = (
@@ -51,18 +51,6 @@ class LayerPlan:
     window: int | None
     method: Any
     backend: str
-
-
-def prepare(positions: Iterable[Position], earlier: int, length: int) -> None:
-    """Prepare encodings for a text of `length`, of which `earlier` tokens are cached.
-
-    Raises UserError if the cached keys do not serve this text.
-    """
-    made.cache_clear()
-    for position in positions:
-        position.prepare(length)
-        if earlier:
-            position.check_cached(earlier, length)
 
 
 def with_positions(
@@ -97,30 +85,16 @@ def attention_inputs(
                 settings.table(position.distance_weight(columns)),
             )
         chunk = max(1, position.shape.train_length // 2) if settings.blockwise else None
-
-        # What multiplies the queries, by how many keys each attends to.
-        scale = None
-        if settings.logn_scale or position.has("score_scale"):
-            window, sinks = plan.window, None
-            if method is not None:
-                window, sinks = method.visible(window)
-            query = torch.arange(new.start, new.stop, device=position.origin.device)
-            first = None if documents is None else query - documents.places
-            count = visible_keys(query, window, chunk, sinks=sinks, begin=first)
-            scale = position.score_scale(count)
-            if settings.logn_scale:
-                log_n = position.log_n_scale(count)[..., None, :]
-                scale = log_n if scale is None else scale * log_n
-        inputs[plan] = AttentionInputs(
+        inputs[plan] = inputs_of(
             position,
             Terms(*tables[position], plan.window, chunk),
-            plan.backend,
-            settings.attention_self_check,
+            new,
+            length,
+            documents,
+            log_n=settings.logn_scale,
             method=method,
-            start=new.start,
-            length=length,
-            query_scale=scale,
-            documents=documents,
+            backend=plan.backend,
+            self_check=settings.attention_self_check,
         )
     return inputs
 
@@ -182,7 +156,7 @@ class GPT(nn.Module):
         self.position_of_layer = list(position_of_layer)
         self.named = named
         for position in self._positions:
-            check_heads(position, model.key_heads, model.heads_per_query)
+            position.check_heads(model.key_heads, model.heads_per_query)
             position.check_tokens(vocab, end_of_document)
         for layer, index in zip(self.attention_layers, self.position_of_layer, strict=True):
             cast(Block, self.layers[layer]).attention.check_position(self._positions[index])
@@ -235,7 +209,7 @@ class GPT(nn.Module):
             raise UserError(f"ids: {list(ids.shape)} must be [batch, length]")
         start = 0 if cache is None else cache.length
         length = start + ids.shape[1]  # of the whole text
-        prepare(self._positions, start, length)
+        prepare(self._positions, length, start)
         if cache is not None and not cache.layers:
             cache.layers = [LayerCache() for _ in self.layers]
         documents = None

@@ -4,7 +4,6 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -106,6 +105,7 @@ class Position(Float32Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
+        self.made: dict[tuple[Any, ...], Any] = {}  # by `once`
 
     @classmethod
     def joined(cls, options: Mapping[str, Any]) -> tuple[type["Position"], dict[str, Any]]:
@@ -265,6 +265,21 @@ class Position(Float32Module):
         for part in self.inside:
             part.check_cached(before, length)
 
+    def check_heads(self, key_heads: int, heads_per_query: int) -> None:
+        """Raises UserError if the encoding needs more key heads, or other queries."""
+        heads, name = self.shape.heads, type(self).__name__
+        if self.heads_per_query != heads_per_query:
+            raise UserError(
+                f"heads_per_query: {heads_per_query} does not fit {name};"
+                f" set it to {self.heads_per_query}"
+            )
+        if not self.grouped_queries and key_heads < heads:
+            raise UserError(
+                f"num_key_value_heads: {key_heads} is less than num_attention_heads = {heads}, but"
+                f" {name} changes the keys of each head in its own way; leave"
+                " num_key_value_heads out"
+            )
+
     def check_tokens(self, vocab: int, end_of_document: int | None) -> None:
         """Raises UserError if ids of tokens in the options do not fit `vocab` rows of embeddings.
 
@@ -379,7 +394,12 @@ class Position(Float32Module):
             return function(*inputs)
         # Autograd refuses what was made in inference mode. `origin` changes with device and dtype.
         mode = torch.is_inference_mode_enabled()
-        return made(function, inputs, mode, self.drawn, self.origin, self.paper_precision)
+        key = (function.__name__, mode, self.drawn, self.origin, self.paper_precision, *inputs)
+        if key not in self.made:
+            if len(self.made) > 1:  # positions and cosines of another place
+                self.made.clear()
+            self.made[key] = function(*inputs)
+        return self.made[key]
 
     def table(self, kernel: Callable[[Tensor], Tensor], length: int) -> Tensor:
         """`kernel` of the distances 0 … length - 1, outside autocast: [heads, length] float32.
@@ -429,33 +449,11 @@ class Position(Float32Module):
                     yield theirs, getattr(position, ours)
 
 
-@lru_cache(maxsize=16)
-def made(function: Callable[..., Any], inputs: Any, *_: Any) -> Any:
-    """For `Position.once`; every pass of a model begins by forgetting."""
-    return function(*inputs)
-
-
 def refuse(position: Position, reasons: Mapping[str, Any], message: str) -> None:
     """Raises UserError with the first reason that applies."""
     for reason, applies in reasons.items():
         if applies:
             raise UserError(message.format(type(position).__name__, reason))
-
-
-def check_heads(position: Position, key_heads: int, heads_per_query: int) -> None:
-    """Raises UserError if the encoding needs more key heads, or other queries."""
-    heads = position.shape.heads
-    if position.heads_per_query != heads_per_query:
-        raise UserError(
-            f"heads_per_query: {heads_per_query} does not fit {type(position).__name__};"
-            f" set it to {position.heads_per_query}"
-        )
-    if not position.grouped_queries and key_heads < heads:
-        raise UserError(
-            f"num_key_value_heads: {key_heads} is less than num_attention_heads = {heads}, but"
-            f" {type(position).__name__} changes the keys of each head in its own way; leave"
-            " num_key_value_heads out"
-        )
 
 
 class Turning(Position):

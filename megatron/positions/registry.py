@@ -8,6 +8,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,13 @@ def build(name: str, shape: Shape, **options: Any) -> Position:
                 f"pos_emb: {name}: the parameter {path} has no dimensions; give it the shape [1]"
             )
     return position
+
+
+def encodings(name: str, shape: Shape, layers: int, **options: Any) -> list[Position]:
+    """The encoding of each layer: one object for all, or one for each if it's `per_layer`."""
+    build_next = partial(build, name, shape, **options)
+    first = build_next()
+    return [first, *(build_next() if first.per_layer else first for _ in range(1, layers))]
 
 
 def encoding_called(name: str) -> type[Position]:

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from megatron.attention.encoded import Text
 from megatron.attention.scope import BLOCK
 from megatron.attention.terms import Terms
 from megatron.errors import UserError
@@ -23,7 +24,6 @@ from megatron.evaluation.methods import (
     method_of,
 )
 from megatron.model import GPT
-from megatron.model.block import Text
 from megatron.positions import Shape, build
 from tests.encodings import every_signature
 from tests.model.test_cache import in_pieces, model

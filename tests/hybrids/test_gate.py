@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.attention.encoded import AttentionInputs
 from megatron.attention.terms import Terms
 from megatron.hybrids import GatedAttention
-from megatron.model.block import AttentionInputs
 from megatron.positions import build
 from tests.architectures import architecture
 from tests.positions.golden import Golden, load

@@ -8,13 +8,13 @@ from copy import deepcopy
 import pytest
 import torch
 
+from megatron.attention.documents import Documents
+from megatron.attention.encoded import LayerInputs
 from megatron.config import load
 from megatron.errors import UserError
 from megatron.hybrids import gated_delta
 from megatron.hybrids.gated_delta import PER_STATE, GatedDelta, KimiDelta, gated_delta_rule
 from megatron.model import GPT, Architecture, Cache, from_config
-from megatron.model.block import LayerInputs
-from megatron.model.documents import Documents
 from megatron.model.settings import initialize
 from megatron.model.size import attention_flops
 from megatron.positions import Shape, build

@@ -148,7 +148,7 @@ def test_an_exported_folder_needs_torch_and_transformers_alone(tmp_path):
     path, _ = a_run(tmp_path, "pos_emb=mep", "pos_emb_args={kernels: [exp, t5, kerple_log]}")
     model, config, _ = load_for_evaluation(path)
     files = sources(model, config)
-    assert {"modeling_positions_gpt.py", "model_gpt.py", "attention.py"} < files.keys()
+    assert {"modeling_positions_gpt.py", "model_gpt.py", "attention_encoded.py"} < files.keys()
     for name, text in files.items():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ImportFrom) and node.level == 1:

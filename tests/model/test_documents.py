@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.attention.documents import Documents
 from megatron.errors import UserError
 from megatron.model import GPT, Cache
-from megatron.model.documents import Documents
 from tests.encodings import every_signature
 from tests.model import test_cache
 

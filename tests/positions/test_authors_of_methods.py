@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.attention.encoded import Text
 from megatron.attention.terms import Terms
 from megatron.evaluation.methods import Method, method_of
-from megatron.model.block import Text
 from megatron.positions import build
 from tests.positions.golden import Golden, load
 from tests.positions.test_authors import close

@@ -5,11 +5,12 @@ import math
 import pytest
 from torch import nn
 
+from megatron.attention.encoded import AttentionInputs
 from megatron.attention.terms import Terms
 from megatron.config import load as load_config
 from megatron.errors import UserError
 from megatron.interop.families import fused, parted
-from megatron.model.block import AttentionInputs, SelfAttention
+from megatron.model.block import SelfAttention
 from megatron.positions import Shape, build
 from tests.architectures import architecture
 from tests.positions.golden import load
