@@ -85,9 +85,7 @@ def flex(
         content=Content.of(encoding.score_bias(x, {}), length) if by_content else None,
     )
     score_mod, visible = modifiers(terms, 0, index_bias)
-    if block_mask is None:
-        block_mask = blocks_of_mask(visible, terms, length, length, index.device)
-    return score_mod, block_mask
+    return score_mod, block_mask or blocks_of_mask(visible, terms, index, length)
 
 
 def check_applied(
@@ -110,15 +108,15 @@ def modifiers(
     index_bias [heads, queries, keys]
     """
     bias, weight, segments = terms.bias, terms.weight, terms.segments
-    content = None
+    gain, content = None, []
     if terms.content is not None:
         # Sums over a text reach 10⁵, where float32 has two digits after the point: w is near +
         # rest. Compiled gradients reach a tensor that is read once: a query's own w is another.
-        w, own_w = terms.content.w[..., 0], terms.content.own_w[..., 0]
-        near, minus_own = w.float(), -own_w.float()
-        rest, own_rest = (w - near).detach().float(), (own_w + minus_own).detach().float()
-        gain = None if terms.content.u is None else terms.content.u[..., 0]
-        content = gain, near, minus_own, rest, own_rest
+        for w in (terms.content.w[..., 0], -terms.content.own_w[..., 0]):
+            near = w.float()
+            content += [near, (w - near).detach().float()]
+        if terms.content.u is not None:
+            gain = terms.content.u[..., 0]
 
     def score_mod(score, b, h, query, key):
         distance = (query + before - key).clamp(min=0)  # later keys are masked
@@ -128,10 +126,10 @@ def modifiers(
             score = score + bias[h, distance]
         if index_bias is not None:
             score = score + index_bias[h, query, key]
-        if content is not None:
-            gain, near, minus_own, rest, own_rest = content
+        if content:
+            near, rest, minus_own, minus_own_rest = content
             added = near[b, h, key] + minus_own[b, h, query]
-            added = added + (rest[b, h, key] - own_rest[b, h, query])
+            added = added + (rest[b, h, key] + minus_own_rest[b, h, query])
             score = score + (added if gain is None else gain[b, h, query] * added)
         return score
 
@@ -143,31 +141,25 @@ def modifiers(
     return score_mod, visible
 
 
-def blocks_of_mask(
-    visible: Callable, terms: Terms, queries: int, keys: int, device: torch.device
-) -> BlockMask:
-    """The blocks that `visible` leaves, from the first key of each query.
+def blocks_of_mask(visible: Callable, terms: Terms, query: Tensor, keys: int) -> BlockMask:
+    """The blocks that `visible` leaves to queries at these indices, the last of all keys' too.
 
-    torch's own `create_block_mask` asks about each pair: at 16384 tokens that takes gigabytes.
+    They are all those between the first key of a block of queries and its own keys. torch asks
+    `visible` about each pair of them while it computes; its own `create_block_mask` does so before,
+    which takes gigabytes at 16384 tokens.
     """
-    before, segments = keys - queries, terms.segments
-    query = torch.arange(before, keys, device=device)
     first = first_visible(query, terms.window, terms.chunk)[None]  # [batch or 1, queries]
-    if segments is not None:
-        first = first.maximum(document_bounds(segments.contiguous())[0][:, before:])
-    # Queries behind the text see nothing, so their block is not full.
-    first = F.pad(first, (0, -queries % BLOCK), value=keys).unflatten(1, (-1, BLOCK))
-    row, column = query[::BLOCK, None], torch.arange(0, keys, BLOCK, device=device)
-    is_seen = (column + BLOCK > first.amin(2)[..., None]) & (column < row + BLOCK)
-    # Other documents may lie between the tokens of one, so blocks of documents are never full.
-    is_full = (column >= first.amax(2)[..., None]) & (column + BLOCK <= row + 1)
-    is_full = is_full & (segments is None)
-
-    lists = []
-    for blocks in (is_seen & ~is_full, is_full):
-        order = blocks.int().argsort(dim=-1, descending=True, stable=True)
-        lists += [blocks.sum(-1).int()[:, None], order.int()[:, None]]
-    lengths = (queries, keys)
+    if terms.segments is not None:
+        begin, _ = document_bounds(terms.segments.contiguous())
+        first = first.maximum(begin[:, query])
+    first = F.pad(first, (0, -len(query) % BLOCK), value=keys).unflatten(1, (-1, BLOCK))
+    first_block = first.amin(2, keepdim=True) // BLOCK  # [batch or 1, blocks of queries, 1]
+    own_block = (query[::BLOCK, None] + BLOCK - 1).clamp(max=keys - 1) // BLOCK
+    block = torch.arange(-(-keys // BLOCK), device=query.device)
+    order = (first_block + block) % len(block)
+    count = (own_block + 1 - first_block).squeeze(-1)
+    lists = (x[:, None].int() for x in (count, order))  # the same for all heads
+    lengths = (len(query), keys)
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=lengths)
 
 
@@ -185,19 +177,11 @@ def flex_backend(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor,
 
     One program is compiled for each length and kind of input; new tables need no other.
     """
-    queries, keys = q.shape[2], k.shape[2]
-    score_mod, visible = modifiers(terms, keys - queries)
-    mask = blocks_of_mask(visible, terms, queries, keys, q.device)
+    keys, before = k.shape[2], k.shape[2] - q.shape[2]
+    score_mod, visible = modifiers(terms, before)
+    mask = blocks_of_mask(visible, terms, torch.arange(before, keys, device=q.device), keys)
     run = flex_attention if torch.compiler.is_compiling() else _compiled(q.device.type)
-    out, extra = run(
-        q,
-        k,
-        v,
-        score_mod,
-        mask,
-        enable_gqa=q.shape[1] != k.shape[1],
-        return_aux=AuxRequest(lse=terms.needs_lse),
-    )
+    out, extra = run(q, k, v, score_mod, mask, return_aux=AuxRequest(lse=terms.needs_lse))
     return out, extra.lse
 
 

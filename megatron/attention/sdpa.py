@@ -51,9 +51,12 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor 
     if terms.window is not None and terms.window >= keys:
         terms = replace(terms, window=None)  # it masks nothing
     added = terms.content is not None or terms.scores is not None
-    if terms.is_causal_alone and not added and not terms.needs_lse and queries in (1, keys):
-        return _fused(q, k, v, is_causal=queries == keys, enable_gqa=group > 1), None
-    k, v = for_each_query_head(k, group), for_each_query_head(v, group)
+    is_plain = terms.is_causal_alone and not (added or terms.needs_lse) and queries in (1, keys)
+    if not (is_plain and takes_groups(q, k, v)):
+        k, v = for_each_query_head(k, group), for_each_query_head(v, group)
+    if is_plain:
+        is_grouped = q.shape[1] != k.shape[1]
+        return _fused(q, k, v, is_causal=queries == keys, enable_gqa=is_grouped), None
     # Torch's kernel under autograd is faster than our gradients for a frozen table in half
     # precision: 1.1 times as long as without a bias at 2048 and 4096, ours 1.3 times.
     frozen = terms.bias is None or not terms.bias.requires_grad
@@ -108,16 +111,14 @@ def _rebuilt(
     return q, k, v, replace(terms.with_tensors(*tensors[3:8]), scores=scores)
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """torch's kernel. On the CPU it takes values as wide as keys alone, and others without it.
+def takes_groups(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether torch's kernel reads k and v with fewer heads: on CUDA only flash attention does."""
+    inputs = SDPAParams(q, k, v, None, 0.0, True, True)
+    return q.device.type != "cuda" or can_use_flash_attention(inputs)
 
-    enable_gqa: whether k and v have fewer heads, which on CUDA only flash attention takes
-    """
-    if options.get("enable_gqa") and q.device.type == "cuda":
-        params = SDPAParams(q, k, v, None, 0.0, options["is_causal"], True)
-        if not can_use_flash_attention(params):
-            group = q.shape[1] // k.shape[1]
-            k, v = for_each_query_head(k, group), for_each_query_head(v, group)
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """torch's kernel. On the CPU it takes values as wide as keys alone, and others without it."""
     if k.shape[-1] == v.shape[-1] or q.device.type != "cpu":
         return F.scaled_dot_product_attention(q, k, v, **options)
     features, scale = v.shape[-1], 1 / math.sqrt(q.shape[-1])

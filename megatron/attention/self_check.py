@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -51,9 +52,6 @@ class Kind(NamedTuple):
         return f"{self.device.type} ({', '.join(words)})"
 
 
-_passed: set[tuple[Callable[..., Any], Kind]] = set()
-
-
 def fault_of(backend: Callable[..., Any], *tensors: Tensor, terms: Terms) -> str | None:
     """What is wrong with a backend for inputs of this kind, such as "fails on …", or None.
 
@@ -74,14 +72,7 @@ def fault_of(backend: Callable[..., Any], *tensors: Tensor, terms: Terms) -> str
         small.append(Small(key, shape, x.dtype, x.requires_grad and torch.is_grad_enabled()))
     window = None if terms.window is None else _small_size(terms.window, 60)
     kind = Kind(q.device, tuple(small), window, terms.segments is not None)
-    if (backend, kind) in _passed:
-        return None
-    # A fresh thread has none of the caller's state: autocast, inference mode, checkpointing hooks.
-    with ThreadPoolExecutor(1) as thread:
-        fault = thread.submit(_compare, backend, kind).result()
-    if fault is None:
-        _passed.add((backend, kind))
-    return fault
+    return _fault(backend, kind)
 
 
 def _small_size(size: int, small: int) -> int:
@@ -92,6 +83,13 @@ def _small_size(size: int, small: int) -> int:
     if size == 1:
         return 1
     return small if size % 16 else math.ceil(small / 16) * 16
+
+
+@cache
+def _fault(backend: Callable[..., Any], kind: Kind) -> str | None:
+    # A fresh thread has none of the caller's state: autocast, inference mode, checkpointing hooks.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_compare, backend, kind).result()
 
 
 def _compare(backend: Callable[..., Any], kind: Kind) -> str | None:

@@ -27,6 +27,7 @@ from megatron.interop.families import ENCODING, FAMILIES
 from megatron.interop.modeling_positions_gpt import Encodings, rows_by_padding
 from megatron.model import AttentionSettings, positions_from_config
 from megatron.model.gpt import with_positions
+from megatron.positions.base import made
 
 CLASSES = (
     "LlamaForCausalLM",
@@ -205,6 +206,7 @@ def before_trunk(trunk: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
     if not several:
         documents = None
 
+    made.cache_clear()
     prepare(trunk.encodings, length, start)
     first, _ = trunk.encoding_of_layer[0]
     kwargs["inputs_embeds"] = with_positions(trunk.encodings[first], x, start, documents)

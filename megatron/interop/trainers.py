@@ -114,8 +114,10 @@ class Descriptions(pickle.Unpickler):
 
 def distributed_tensors(folder: Path) -> dict[str, Any]:
     """The model's tensors in a folder of torch.distributed.checkpoint, joined over ranks."""
-    # Only here: importing it takes a second.
-    from torch.distributed.checkpoint import CheckpointException, FileSystemReader, load
+    # Only here: importing them takes a second.
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     with (folder / TRAINERS[DISTRIBUTED]["file"]).open("rb") as file:
         metadata = Descriptions(file).load()

@@ -26,6 +26,7 @@ from megatron.model.cache import Cache
 from megatron.model.head import loss_of_block, mean_loss, token_losses
 from megatron.model.settings import Architecture, AttentionSettings, initialize
 from megatron.positions import Position
+from megatron.positions.base import made
 from megatron.positions.layers import Placed
 
 HOOKS_OF_TERMS = (
@@ -79,8 +80,6 @@ def attention_inputs(
     for plan in dict.fromkeys(plans):
         position, method = plan.position, plan.method
         if position not in tables:
-            for encoding in (position, *position.inside):
-                encoding.made.clear()  # each pass makes its cosines, once for all layers
             columns = length if method is None else method.table_length(length)
             tables[position] = (
                 settings.table(position.distance_bias(columns)),
@@ -211,6 +210,7 @@ class GPT(nn.Module):
             raise UserError(f"ids: {list(ids.shape)} must be [batch, length]")
         start = 0 if cache is None else cache.length
         length = start + ids.shape[1]  # of the whole text
+        made.cache_clear()
         prepare(self._positions, length, start)
         if cache is not None and not cache.layers:
             cache.layers = [LayerCache() for _ in self.layers]

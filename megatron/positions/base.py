@@ -4,6 +4,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -105,7 +106,6 @@ class Position(Float32Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        self.made: dict[tuple[Any, ...], Any] = {}  # by `once`
 
     @classmethod
     def joined(cls, options: Mapping[str, Any]) -> tuple[type["Position"], dict[str, Any]]:
@@ -387,18 +387,14 @@ class Position(Float32Module):
     def once(self, function: Callable[..., Any], *inputs: Any) -> Any:
         """`function(*inputs)`, made once in a pass: layers share positions and cosines.
 
-        Inputs that are tensors must be the same objects. Nothing of it learns.
+        function: a method of this encoding that reads nothing learned. Inputs that are tensors must
+        be the same objects.
         """
         if torch.compiler.is_compiling():
             return function(*inputs)
         # Autograd refuses what was made in inference mode. `origin` changes with device and dtype.
         mode = torch.is_inference_mode_enabled()
-        key = (function.__name__, mode, self.drawn, self.origin, *inputs)
-        if key not in self.made:
-            if len(self.made) > 1:  # positions and cosines of another place
-                self.made.clear()
-            self.made[key] = function(*inputs)
-        return self.made[key]
+        return made(function, inputs, mode, self.drawn, self.origin, self.paper_precision)
 
     def table(self, kernel: Callable[[Tensor], Tensor], length: int) -> Tensor:
         """`kernel` of the distances 0 … length - 1, outside autocast: [heads, length] float32.
@@ -446,6 +442,12 @@ class Position(Float32Module):
             if position.fork is not None:
                 for ours, theirs in position.fork.names.items():
                     yield theirs, getattr(position, ours)
+
+
+@lru_cache(maxsize=16)
+def made(function: Callable[..., Any], inputs: Any, *_: Any) -> Any:
+    """For `Position.once`; every pass of a model begins by forgetting."""
+    return function(*inputs)
 
 
 def refuse(position: Position, reasons: Mapping[str, Any], message: str) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron.errors import UserError
 from megatron.positions.base import Fork, Pair, Shape, Turning
@@ -158,29 +157,25 @@ class Rotary(Turning):
         if stretch != 1:
             base = self.base * stretch ** (self.dim / (self.dim - 2))
             frequencies = self.turning(self.frequencies(base)).to(self.inv_freq)
-        more = frequencies, self.amplitude, self.paper_precision
-        table = self.once(self._table, query, *more)
+        table = self.once(self._table, query, frequencies)
         if key is query:
-            turned_q, turned_k = turn(table, q, k, interleaved=self.interleaved)
+            q, k = turn(table, q, k)
         else:
-            (turned_q,) = turn(table, q, interleaved=self.interleaved)
-            (turned_k,) = turn(self._table(key, *more), k, interleaved=self.interleaved)
-        return turned_q, turned_k
+            (q,), (k,) = turn(table, q), turn(self._table(key, frequencies), k)
+        return q, k
 
-    def _table(
-        self, position: Tensor, frequencies: Tensor, amplitude: float, paper_precision: bool
-    ) -> Tensor:
-        """What `turn` reads: […, length], [dim / 2] -> [2, …, length, dim] float32.
+    def _table(self, position: Tensor, frequencies: Tensor) -> Tensor:
+        """What `turn` reads, in float32, for positions […, length] and frequencies [dim / 2].
 
         The forks' engine rounds the frequencies, and they make positions and angles of the same
         dtype. MEP's YaRN has its angles before the engine comes.
         """
-        if paper_precision and not self.is_scaled:
+        if self.paper_precision and not self.is_scaled:
             angle = (self.rounded(position)[..., None] * self.rounded(frequencies)).float()
         else:
             angle = position[..., None] * frequencies
-        both = for_pairs(amplitude * angle.cos(), amplitude * angle.sin(), self.interleaved)
-        return self.rounded(both).to(angle.dtype)
+        cos, sin = self.amplitude * angle.cos(), self.amplitude * angle.sin()
+        return self.rounded(for_pairs(cos, sin, self.interleaved)).to(angle.dtype)
 
     @classmethod
     def joined(cls, options: Mapping[str, Any]) -> tuple[type["Rotary"], dict[str, Any]]:
@@ -548,79 +543,53 @@ def falling(options: Mapping[str, float]) -> tuple[float, float]:
 
 
 class Turn(torch.autograd.Function):
-    """Tensors turned by a table's angles; gradients are turned back."""
+    """Tensors turned by a table's angles, forth (1) or back (-1) as their gradients are.
+
+    They are rounded once, to their own dtype.
+    """
 
     @staticmethod
-    def forward(ctx: Any, table: Tensor, interleaved: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, table: Tensor, direction: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(table)
-        ctx.interleaved = interleaved
-        return _turned(tensors, table, interleaved)
+        ctx.direction = direction
+        turned = torch.cat(tensors, dim=1)
+        rows = turned.shape[2]
+        if turned.device.type == "cpu":
+            rows = 1 + CACHED_NUMBERS * rows // (1 + turned.numel())
+        layout = table.shape[-3:]
+        for x, (cos, sin) in zip(turned.split(rows, dim=2), table.split(rows, dim=-4), strict=True):
+            pairs = x[..., : layout.numel()].unflatten(-1, layout)
+            others = pairs.roll(1, -2)  # the other feature of each pair
+            if x.dtype == cos.dtype:
+                # Not by addcmul, which may round once where a product and a sum round twice.
+                pairs.mul_(cos).add_(others.mul_(sin), alpha=direction)
+            else:
+                torch.addcmul(pairs * cos, others, sin, value=direction, out=pairs)
+        return turned.split([x.shape[1] for x in tensors], dim=1)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (table,) = ctx.saved_tensors
-        return None, None, *_turned(gradients, table, ctx.interleaved, back=True)
+        return None, None, *Turn.apply(*ctx.saved_tensors, -ctx.direction, *gradients)
 
 
-def _turned(
-    tensors: Sequence[Tensor], table: Tensor, interleaved: bool, back: bool = False
-) -> tuple[Tensor, ...]:
-    """`turn` without autograd: rounded once, to the dtype of the tensors."""
-    like, heads = tensors[0], [x.shape[1] for x in tensors]
-    dim, direction = table.shape[-1], -1 if back else 1
-    turned = like.new_empty(like.shape[0], sum(heads), *like.shape[2:])
-    rows = like.shape[-2]
-    if like.device.type == "cpu":
-        rows = 1 + CACHED_NUMBERS * rows // (1 + turned.numel())
-    pieces = zip(*(x.split(rows, dim=-2) for x in tensors), strict=True)
-    blocks = turned.split(rows, dim=-2), table.split(rows, dim=-2)
-    for piece, result, (cos, sin) in zip(pieces, *blocks, strict=True):
-        x = torch.cat(piece, dim=1)  # a copy, which may be overwritten
-        turning, result_turned = x[..., :dim], result[..., :dim]
-        first, second = halves(result_turned, interleaved)
-        if x.dtype.itemsize >= cos.dtype.itemsize:
-            # Not by addcmul, which may round once where a product and a sum round twice.
-            torch.mul(turning, cos, out=result_turned)
-            first_by_sin, second_by_sin = halves(turning.mul_(sin), interleaved)
-            first.sub_(second_by_sin, alpha=direction)
-            second.add_(first_by_sin, alpha=direction)
-        else:
-            first_by_cos, second_by_cos = halves(turning * cos, interleaved)
-            first_of_x, second_of_x = halves(turning, interleaved)
-            sin, _ = halves(sin, interleaved)
-            torch.addcmul(first_by_cos, second_of_x, sin, value=-direction, out=first)
-            torch.addcmul(second_by_cos, first_of_x, sin, value=direction, out=second)
-        if dim < x.shape[-1]:
-            result[..., dim:] = x[..., dim:]
-    return turned.split(heads, dim=1)
-
-
-def turn(table: Tensor, *tensors: Tensor, interleaved: bool = False) -> tuple[Tensor, ...]:
+def turn(table: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """`rotate` of tensors at the same positions, at once and in few operations.
 
-    table [2, ..., length, dim]: of `for_pairs`, which gets no gradient;
-    tensors [batch, heads, length, head_dim] -> same
+    table: of `for_pairs`, which gets no gradient; tensors [batch, heads, length, head_dim] -> same
     """
     if torch.compiler.is_compiling():  # it makes one pass of the definition
-        both, _ = halves(table, interleaved)
+        both, interleaved = table.select(-2, 1).flatten(-2), table.shape[-1] == 1
         return tuple(rotate(x, *both, interleaved=interleaved) for x in tensors)
-    return Turn.apply(table, interleaved, *tensors)
+    return Turn.apply(table, 1, *tensors)
 
 
 def for_pairs(cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Both at each feature of the pairs: [..., dim / 2] each -> [2, ..., dim]."""
-    both = torch.stack([cos, sin])
-    return both.repeat_interleave(2, -1) if interleaved else torch.cat([both, both], -1)
+    """What a feature and the other of its pair are multiplied by: [2, ...].
 
-
-def halves(x: Tensor, interleaved: bool) -> Pair:
-    """The first features of all pairs, and the second: [..., dim] -> [..., dim / 2] each."""
-    if interleaved:
-        first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
-    else:
-        first, second = x.unflatten(-1, (2, -1)).unbind(-2)
-    return first, second
+    cos, sin [..., dim / 2] -> [2, ..., 1, 2, dim / 2], or interleaved [2, ..., dim / 2, 2, 1]
+    """
+    cos, sin = (x.unsqueeze(-1 if interleaved else -2) for x in (cos, sin))
+    return torch.stack([torch.stack([cos, cos], -2), torch.stack([-sin, sin], -2)])
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
@@ -629,12 +598,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
     cos, sin [length, dim / 2] are those of the angles; features from dim on stay as they are.
     interleaved: the pairs are (2j, 2j + 1)
     """
+    pairs, axis = ((-1, 2), -1) if interleaved else ((2, -1), -2)
     dim = 2 * cos.shape[-1]
     turning, rest = x.split([dim, x.shape[-1] - dim], dim=-1)
-    first, second = halves(turning, interleaved)
-    turned_first = first * cos - second * sin
-    turned_second = second * cos + first * sin
-    turned = torch.stack([turned_first, turned_second], dim=-1 if interleaved else -2)
+    first, second = turning.unflatten(-1, pairs).unbind(axis)
+    turned = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=axis)
     turned = turned.flatten(-2).to(x.dtype)
     if not rest.shape[-1]:
         return turned

@@ -64,14 +64,13 @@ class XPos(Turning):
         """
         if self.xi is None:
             self._check_length(start + q.shape[-2], q.dtype)
-        query_table, key_table = self.once(self._tables, query)
-        if key is not query:
-            _, key_table = self._tables(key)
-        (turned_q,), (turned_k,) = turn(query_table, q), turn(key_table, k)
-        return turned_q, turned_k
+        query_table, _ = self.once(self._tables, query)
+        _, key_table = self.once(self._tables, key)
+        (q,), (k,) = turn(query_table, q), turn(key_table, k)
+        return q, k
 
     def _tables(self, position: Tensor) -> Pair:
-        """What `turn` reads for queries and for keys: [length] -> [2, length, head_dim] each."""
+        """What `turn` reads for queries and for keys, at positions [length]."""
         angle = position[:, None] * self.inv_freq
         cos, sin = angle.cos(), angle.sin()
         scale = 1 if self.xi is not None else self._scale(position)

@@ -14,7 +14,7 @@ from megatron.config.document import one_line, shown
 from megatron.files import ROOT, write_text
 from megatron.positions import ALIASES, REGISTRY, Position, Shape, build, options_of
 from megatron.report.curves import write
-from megatron.report.encoding_figures import draw, panels
+from megatron.report.encoding_figures import Panel, draw, panels
 
 PAGE = ROOT / "docs" / "positions.md"
 FOLDER = ROOT / "docs" / "positions"
@@ -112,7 +112,7 @@ def section(name: str) -> str:
     if aliases := [f"`{alias}`" for alias, target in ALIASES.items() if target == name]:
         facts.append(f"also called {', '.join(aliases)}")
     parts.append(" · ".join(filter(None, facts)))
-    if has_picture(name):
+    if drawn(name, SHAPE.train_length):
         parts.append(f"![{name}]({name}.svg)")
     return PAPER.sub(r"[arXiv \2](https://arxiv.org/abs/\2)", "\n\n".join(parts))
 
@@ -134,9 +134,10 @@ def example(name: str) -> Position | None:
     return build(name, SHAPE).eval()
 
 
-def has_picture(name: str) -> bool:
+def drawn(name: str, length: int) -> list[Panel]:
+    """What the picture of an encoding shows; empty if it has no picture."""
     position = example(name)
-    return position is not None and bool(panels(position, SHAPE.train_length))
+    return panels(position, length) if position else []
 
 
 def renew() -> None:
@@ -146,7 +147,6 @@ def renew() -> None:
         write_text(FOLDER / f"{family}.md", family_page(family))
     for path in FOLDER.glob("*.svg"):
         path.unlink()
-    for name in filter(has_picture, sorted(REGISTRY)):
-        position = example(name)
-        assert position is not None
-        write(draw(panels(position, LENGTH), name), FOLDER / f"{name}.svg")
+    for name in REGISTRY:
+        if shown_panels := drawn(name, LENGTH):
+            write(draw(shown_panels, name), FOLDER / f"{name}.svg")

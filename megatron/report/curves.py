@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from io import BytesIO
 from pathlib import Path
@@ -31,7 +31,6 @@ from megatron.results.table import (
     TOKENS_RIGHT,
     cell,
     mean_and_std,
-    quantities_of,
     setting,
     starred,
 )
@@ -139,13 +138,13 @@ def mean_and_spread(
 
 def by_key(axis: str, groups: Groups, key: str) -> Panel:
     """Perplexity by a key of rows, of a task token accuracy."""
-    rows = [row for group in groups.values() for row in group]
-    quantity, *_ = quantities_of(rows)
+    protocol = next(iter(groups.values()))[0].get("protocol")
+    quantity = TOKENS_RIGHT if protocol == TASK else PERPLEXITY
     points = []
     for label, group in groups.items():
         points += [(label, row[key], quantity.of(row)) for row in group]
-    joined = rows[0].get("protocol") not in OTHER_TEXT
-    return Panel(axis, quantity.name, groups, *mean_and_spread(points), joined=joined)
+    frames = mean_and_spread(points)
+    return Panel(axis, quantity.name, groups, *frames, joined=protocol not in OTHER_TEXT)
 
 
 def by_length(groups: Groups) -> Panel:
@@ -201,7 +200,7 @@ def plot_results(
     group = kinds if over_seeds else runs
     texts = {heading: group(members) for heading, members in sections(rows).items()}
     if over_training:
-        figure = draw_over_training(rows, over_seeds=over_seeds, design=design)
+        figure = draw_over_training(rows, group, design)
     elif all(row.get("protocol") == TASK for row in rows):
         figure = draw_accuracy(texts, design)
     else:
@@ -256,13 +255,16 @@ def draw_accuracy(texts: Mapping[str, Groups], design: Design = AS_USUAL) -> Fig
 
 
 def draw_over_training(
-    rows: Sequence[Row], *, over_seeds: bool = False, design: Design = AS_USUAL
+    rows: Sequence[Row],
+    group: Callable[[Sequence[Row]], Groups] = runs,
+    design: Design = AS_USUAL,
 ) -> Figure:
     """Curves of perplexity by training step, in a panel for each length.
 
+    group: gives the rows of each curve by its label, when called with the last row of each run
+
     The lengths of a single run or encoding are the curves of one panel.
     """
-    group = kinds if over_seeds else runs
     panels: dict[str, dict[str, list[Row]]] = {}  # of each panel its curves' rows by label
     for members in sections(rows).values():
         ordered = sorted(members, key=lambda row: (row["length"], row["step"]))
@@ -333,27 +335,28 @@ def draw_curves(axes: Axes, panel: Panel, highlight: Sequence[str]) -> dict[str,
     """Lines with bands, or points with bars; returns them by the names to write at their ends."""
     encodings = [encoding_of(group[0]) for group in panel.groups.values()]
     bright = {label for text in highlight for label in matching(text, panel.groups)}
+    styles = looks(encodings)
+    if panel.shades:
+        for look, shade in zip(styles, np.linspace(0.4, 1, len(styles)), strict=True):
+            look["color"] = colormaps["Blues"](shade)
+    look_of = dict(zip(panel.groups, styles, strict=True))
     lines = {}
-    look_of = dict(zip(panel.groups, looks(encodings), strict=True))
     for label, means in panel.means.items():
-        look = look_of[label]
-        if panel.shades:
-            rank = [*panel.groups].index(label) + 1
-            look["color"] = colormaps["Blues"](0.3 + 0.7 * rank / len(panel.groups))
-        elif bright and label not in bright:
-            look["color"] = FAINT
         mean = means.dropna()
-        std = panel.stds[label][mean.index]
-        spread = {"color": look["color"], "linestyle": "none"}
+        places, std = mean.index, panel.stds[label][mean.index]
+        look = look_of[label]
+        if bright and label not in bright:
+            look["color"] = FAINT
+        colour = look["color"]
         if panel.joined and len(mean) > 1:
-            axes.fill_between(mean.index, mean - std, mean + std, alpha=0.12, **spread)
+            axes.fill_between(places, mean - std, mean + std, color=colour, alpha=0.12, linewidth=0)
         else:
             look["linestyle"] = "none"
-            axes.errorbar(mean.index, mean, std, **spread)
+            axes.errorbar(places, mean, std, fmt="none", ecolor=colour)
         every = math.ceil(len(mean) / 8)  # about eight markers on a curve
-        (line,) = axes.plot(mean.index, mean, label=label, markevery=every, **look)
+        (line,) = axes.plot(places, mean, label=label, markevery=every, **look)
         name = label.split(", ", 1)[-1] if len({*encodings}) == 1 < len(encodings) else label
-        at = f" at {mean.index[-1]:g}" if mean.index[-1] < panel.means.index[-1] else ""
+        at = f" at {places[-1]:g}" if places[-1] < panel.means.index[-1] else ""
         lines[textwrap.fill(f"{name}: {cell(mean.iloc[-1])}{at}", LETTERS)] = line
     return lines
 
@@ -387,8 +390,8 @@ def name_curves(axes: Axes, lines: Mapping[str, Line2D], height: float) -> None:
         end = x[-1], y[-1]
         if y[-1] > 1:
             end = np.interp(1, np.maximum.accumulate(y), x), 1
-            arrow = {"marker": "^", "markersize": 9, "color": colour}
-            axes.plot(*end, transform=axes.transAxes, clip_on=False, **arrow)
+            where = axes.transAxes
+            axes.plot(*end, "^", color=colour, markersize=9, transform=where, clip_on=False)
         half = (1 + name.count("\n")) * LINE / height / 2
         centre = max(end[1], above + half)
         above = centre + half
@@ -420,7 +423,8 @@ def picture(figure: Figure, suffix: str, design: Design = AS_USUAL) -> bytes:
 
     Its metadata say what was measured and how.
     """
-    metadata: dict[str, Any] = {"Creator": MARK, "Title": figure.get_label()}
+    about = "Subject" if suffix == ".pdf" else "Description"
+    metadata: dict[str, Any] = {"Creator": MARK, about: figure.get_label()}
     if suffix == ".svg":
         metadata["Date"] = None
     content = BytesIO()

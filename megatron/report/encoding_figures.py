@@ -79,11 +79,9 @@ def draw(panels: Sequence[Panel], title: str) -> Figure:
     with style():
         width = 2.4 * max(columns, 2) + 0.5
         figure = Figure(figsize=(width, 2.3 * rows + 0.3), layout="constrained")
-        set_title(figure, title, width)
-        grid = figure.subplots(rows, columns, squeeze=False).ravel()
-        for unused in grid[len(panels) :]:
-            unused.set_axis_off()
-        for axes, (heading, values) in zip(grid, panels, strict=False):
+        set_title(figure, title)
+        for number, (heading, values) in enumerate(panels, 1):
+            axes = figure.add_subplot(rows, columns, number)
             heads, length = values.shape
             # Every near distance, then fewer: evenly spaced on a logarithmic axis.
             spread = torch.logspace(0, math.log10(length - 1), 100 if heads > 1 else 40)
@@ -108,6 +106,6 @@ def draw(panels: Sequence[Panel], title: str) -> Figure:
                     axes.set(ylim=(CUT, max(0.5, 1.05 * float(values.max()))))
                     axes.set_title(f"{heading}, cut at {CUT:g}")
         if last_head:
-            bar = figure.colorbar(colours, ax=grid, label="head", pad=0.01, aspect=30)
+            bar = figure.colorbar(colours, ax=figure.axes, label="head", pad=0.01, aspect=30)
             bar.ax.set_ylim(0, last_head)  # without the yellow, which is faint on white paper
     return figure

@@ -4,7 +4,9 @@ import base64
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
+import pandas as pd
 from jinja2 import Environment, FileSystemLoader
 from matplotlib.figure import Figure
 
@@ -36,6 +38,21 @@ from megatron.results.table import (
 MARK = b'name="generator" content="megatron/report"'  # of page.html
 
 
+class Summary(NamedTuple):
+    """Who is best at the longest length, who gains beyond the window, and how sure that is.
+
+    best: numbers by label, the best first
+    gains: whether a label is better than the same weights with a window of the training length
+    pairs: the comparisons at this length
+    """
+
+    length: int
+    quantity: str
+    best: pd.Series
+    gains: pd.Series
+    pairs: list[Comparison]
+
+
 @dataclass
 class Section:
     """One text and protocol.
@@ -43,7 +60,7 @@ class Section:
     figures: each has its caption as its label
     comparisons: a table for each length; the last one is open
     notes: on the comparisons
-    summary: sentences for the top of the page
+    summary: for the top of the page, if there is anything to compare
     """
 
     heading: str
@@ -52,7 +69,7 @@ class Section:
     figures: list[Figure] = field(default_factory=list)
     comparisons: list[Table] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    summary: list[str] = field(default_factory=list)
+    summary: Summary | None = None
 
 
 def page_of(rows: Sequence[Row], against: str | None = None) -> list[Section]:
@@ -83,7 +100,7 @@ def _section(heading: str, rows: Sequence[Row], against: str | None) -> Section:
     else:
         reference, *_ = (against and matching(against, groups)) or groups
         positions = [by_position(groups), by_position(groups, reference)]
-        if panels := [panel for panel in positions if panel]:
+        if panels := [*filter(None, positions)]:
             section.figures = [draw(panels)]
         elif len({row["length"] for row in rows}) > 1:
             section.figures = [draw([by_length(groups)])]
@@ -99,29 +116,19 @@ def _section(heading: str, rows: Sequence[Row], against: str | None) -> Section:
     return section
 
 
-def _summary(groups: Groups, comparisons: Sequence[Comparison]) -> list[str]:
-    """Who is best at the longest length, who gains beyond the window, and how sure that is."""
+def _summary(groups: Groups, comparisons: Sequence[Comparison]) -> Summary:
     panel = by_length(groups)
     length = panel.means.index[-1]
     is_loss = panel.quantity == PERPLEXITY.name
     last = panel.means.loc[length].dropna().sort_values(ascending=is_loss)
-    ranked = [f"{label} ({cell(value)})" for label, value in last[:3].items()]
-    lines = [f"Best at {length} tokens, {panel.quantity}: {'; '.join(ranked)}."]
     gains = {}
     for label, value in last.items():
         window = f"{label}, window {trained_length(groups[label][0])}"
         if window in last:
             gains[label] = value < last[window]
-    if gains:
-        words = "; ".join(label for label in gains if gains[label]) or "none"
-        lines.append(f"Better with all of the text than with a window of the training: {words}.")
-    at_end = [pair for pair in comparisons if pair.length == length]
-    if any(pair.is_claim for pair in at_end):
-        words = "; ".join(pair.encoding for pair in at_end if pair.mark) or "none"
-        lines.append(f"Different from {at_end[0].reference} there over seeds: {words}.")
-    elif at_end:
-        lines.append("With fewer than three common seeds this is about these weights alone.")
-    return lines
+    pairs = [pair for pair in comparisons if pair.length == length]
+    best = last[:3].map(cell)
+    return Summary(length, panel.quantity, best, pd.Series(gains, dtype=bool), pairs)
 
 
 # --- Files ---

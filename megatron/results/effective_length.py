@@ -15,7 +15,6 @@ HOW = (
     " of the training length, on the same targets, with a 95 % interval below 0; each length is"
     " tested on its own"
 )
-WITHOUT_CONTROL = "undefined: measure `tail` with --window none train_length"
 
 
 @dataclass(frozen=True)
@@ -33,21 +32,20 @@ class EffectiveLength:
         """The longest length with a gain, or None."""
         gains = []
         for length, difference in self.differences.items():
-            interval = difference.estimate.interval()
-            if interval is not None and interval[1] < 0:
+            _, high = difference.estimate.interval() or (0, 0)
+            if high < 0:
                 gains.append(length)
         return max(gains, default=None)
 
     def __str__(self) -> str:
         if self.length is None:
             return f"none above {self.train_length}"
-        return (
-            f"{self.length} or more" if self.length == max(self.differences) else str(self.length)
-        )
+        is_longest = self.length == max(self.differences)
+        return f"{self.length} or more" if is_longest else str(self.length)
 
 
-def effective_lengths(rows: Sequence[Row]) -> dict[str, EffectiveLength | None]:
-    """Of every kind with rows of `tail`, by its label; None where the window was not measured."""
+def effective_lengths(rows: Sequence[Row]) -> dict[str, EffectiveLength]:
+    """Of every kind whose rows of `tail` can be compared with the window, by its label."""
     tails = [row for row in rows if row.get("protocol") == "tail" and row["loss"] is not None]
     control_of = {}
     for row in sorted(tails, key=lambda row: row["length"]):
@@ -55,37 +53,32 @@ def effective_lengths(rows: Sequence[Row]) -> dict[str, EffectiveLength | None]:
         if value_of(row, "window") == trained_length(row):
             control_of[identity(row, MODEL)] = row
 
-    lengths: dict[str, EffectiveLength | None] = {}
+    lengths = {}
     unlimited = [row for row in tails if not isinstance(value_of(row, "window"), int)]
     for label, measured in kinds(unlimited).items():
         train_length = trained_length(measured[0]) or 0
+        with_control = [row for row in measured if identity(row, MODEL) in control_of]
         differences = {}
-        for rows_at_length in grouped(measured, ["length"]):
-            ours = [row for row in rows_at_length if identity(row, MODEL) in control_of]
-            controls = [control_of[identity(row, MODEL)] for row in ours]
-            length = rows_at_length[0]["length"]
-            if ours and length > train_length:
+        for ours in grouped(with_control, ["length"]):
+            length = ours[0]["length"]
+            if length > train_length:
+                controls = [control_of[identity(row, MODEL)] for row in ours]
                 differences[length] = difference_of(ours, controls)
-        lengths[label] = EffectiveLength(train_length, differences) if differences else None
+        if differences:
+            lengths[label] = EffectiveLength(train_length, differences)
     return lengths
 
 
 def table_of_effective_lengths(rows: Sequence[Row]) -> Table | None:
     """A line for each kind, or None if no rows have such a window."""
-    lengths = effective_lengths(rows)
-    if not any(lengths.values()):
-        return None
     body = []
-    for label, effective in lengths.items():
-        if effective is None:
-            body.append([label, "", WITHOUT_CONTROL, "", ""])
-            continue
+    for label, effective in effective_lengths(rows).items():
         length = effective.length or min(effective.differences)
         difference = effective.differences[length]
         estimate = difference.estimate
         low, high = estimate.interval() or (math.nan, math.nan)
         gain = f"{estimate.mean:+.4f} [{low:+.4f}, {high:+.4f}] at {length}"
-        sample = f"{estimate.n} {difference.unit}"
-        body.append([label, str(effective.train_length), str(effective), gain, sample])
-    head = ["encoding", "trained at", "effective length", "loss - window [95 %]", "sample"]
-    return Table(head, body, [f"effective length: {HOW}"], title="effective length")
+        body.append([label, str(effective), gain, f"{estimate.n} {difference.unit}"])
+    head = ["encoding", "effective length", "loss - window [95 %]", "sample"]
+    notes = [f"effective length: {HOW}"]
+    return Table(head, body, notes, title="effective length") if body else None

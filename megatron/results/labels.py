@@ -194,13 +194,17 @@ def arranged(rows: Sequence[Row], only: Sequence[str], names: Sequence[str]) -> 
     Raises UserError for what is no label here.
     """
     groups = kinds(rows)
+
+    def meant(text: str, option: str) -> list[str]:
+        return matching(text, groups) or [select(text, groups, option)]
+
     new_names = {}
     for text in names:
         old, _, new = text.rpartition("=")
-        new_names[select(old, groups, "--names")] = new
-    labels = [select(text, groups, "--only") for text in only] or groups
+        new_names |= dict.fromkeys(meant(old, "--names"), new)
+    labels = [label for text in only for label in meant(text, "--only")]
     shown = []
-    for label in dict.fromkeys(labels):
+    for label in dict.fromkeys(labels or groups):
         name = {"label": new_names.get(label, "")}
         shown += [with_facts(row, name) for row in groups[label]]
     return shown

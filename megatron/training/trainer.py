@@ -53,8 +53,7 @@ class Trainer:
         self.context = context_of(grid, config.parallel.cp_comm_type)
         model.context = self.context
         model.to(grid.device)
-        compiles = is_compiled(config, grid.device)
-        if compiles:
+        if is_compiled(config, grid.device):
             model.compile_layers()
         with quiet_deepspeed():
             import deepspeed
@@ -67,8 +66,7 @@ class Trainer:
             )
         self.engine: Any = engine
         self.restore_exact_positions()
-        recomputes = config.training.checkpoint_activations
-        if (compiles or recomputes) and not self.model.backends <= set(TRUSTED):
+        if not self.model.backends <= TRUSTED:
             # A backend is compared with eager at its first use. Compiled code can't do that, and
             # the backend must not change between a layer's forward pass and its recomputation.
             ids = torch.zeros(1, model.train_length, dtype=torch.long, device=grid.device)
@@ -210,20 +208,20 @@ def is_compiled(config: Config, device: torch.device) -> bool:
     Raises UserError if compilation was requested and no compiler works.
     """
     training, parallel = config.training, config.parallel
-    asked, compiles = training.torch_compile, training.torch_compile is True
+    asked = training.torch_compile
     if asked == "auto":
         is_fixed = not training.seq_length_schedule and parallel.context_parallel_size == 1
-        compiles = device.type == "cuda" and is_fixed and parallel.zero_stage < 3
-    if not compiles:
+        asked = device.type == "cuda" and is_fixed and parallel.zero_stage < 3
+    if not asked:
         return False
     try:
         # A small test with what a layer needs: a forward and a backward program.
         x = torch.ones(64, device=device, requires_grad=True)
         torch.compile(lambda x: x.sin().exp().sum())(x).backward()
     except Exception as error:
-        first_line = (str(error).strip().splitlines() or [""])[0]
+        first_line, _, _ = str(error).strip().partition("\n")
         fault = f"torch_compile: no compiler works on {device.type}: {first_line}"
-        if asked is True:
+        if training.torch_compile is True:
             raise UserError(
                 f"{fault} - install g++ (on CUDA also triton), or set torch_compile to false"
             ) from error

@@ -224,14 +224,11 @@ def test_blocks_are_those_that_torch_finds_by_asking_about_each_pair(queries):
     for masks in ({}, {"window": 40}, {"window": 300}, {"chunk": 64}, {"segments": documents}):
         terms = Terms(**masks)
         _, visible = modifiers(terms, 390 - queries)
-        ours = blocks_of_mask(visible, terms, queries, 390, torch.device("cpu"))
+        ours = blocks_of_mask(visible, terms, torch.arange(390 - queries, 390), 390)
         batch = None if terms.segments is None else 2
         expected = create_block_mask(visible, batch, None, queries, 390, "cpu")
         assert ours.shape == expected.shape
         assert torch.equal(ours.to_dense(), expected.to_dense())
-        if terms.segments is None:
-            for name in ("full_kv_num_blocks", "kv_num_blocks", "full_q_num_blocks"):
-                assert torch.equal(getattr(ours, name), getattr(expected, name)), (masks, name)
 
 
 def test_as_a_backend_it_is_the_definition_and_new_tables_need_no_new_program():

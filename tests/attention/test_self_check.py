@@ -13,7 +13,6 @@ from megatron.attention import (
     KERNELS,
     attention,
     choose,
-    self_check,
 )
 from megatron.attention.eager import eager
 from megatron.attention.terms import Terms
@@ -33,7 +32,6 @@ def plant(monkeypatch):
 
         monkeypatch.setitem(BACKENDS, "planted", planted)
         monkeypatch.setitem(COMPUTED, "planted", COMPUTED["sdpa"])
-        monkeypatch.setattr(self_check, "_passed", set())
         return lengths
 
     return put
@@ -164,9 +162,9 @@ def test_auto_goes_on_without_a_kernel_that_has_a_fault(kernels, caplog, broken,
         torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-5)
     attention(**arguments)
     [warning] = warnings_in(caplog)
-    assert warning.startswith("attention_backend: planted ")
+    reason = "sdpa (auto: bias and window on CPU; not planted: "
+    assert warning.startswith(f"attention_backend: {reason}")
     assert word in warning
-    assert warning.endswith("; using sdpa instead")
     assert lengths == [200]
     choice = choose("auto", arguments["q"], Terms(arguments["bias"]))
     assert choice.backend == "sdpa"
@@ -181,7 +179,8 @@ def test_flex_follows_a_kernel_with_a_fault_where_gradients_are_not_asked_for(ke
         expected = attention(**{**arguments, "backend": "eager"})
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
     [warning] = warnings_in(caplog)
-    assert warning.endswith("; using flex instead")
+    assert warning.startswith("attention_backend: flex (auto: ")
+    assert "; not planted: fails on cpu" in warning
 
 
 def test_where_all_kernels_have_faults_one_warning_names_each(kernels, monkeypatch, caplog):
@@ -189,6 +188,6 @@ def test_where_all_kernels_have_faults_one_warning_names_each(kernels, monkeypat
     monkeypatch.setitem(BACKENDS, "flex", no_window)
     attention(**inputs(backend="auto", window=7))
     [warning] = warnings_in(caplog)
-    assert "planted fails on cpu" in warning
-    assert "; flex is wrong on cpu" in warning
-    assert warning.endswith("; using sdpa instead")
+    assert warning.startswith("attention_backend: sdpa (auto: ")
+    assert "; not planted: fails on cpu" in warning
+    assert "; not flex: is wrong on cpu" in warning

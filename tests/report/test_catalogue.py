@@ -3,7 +3,7 @@
 import re
 
 from megatron.positions import REGISTRY, options_of
-from megatron.report.catalogue import FAMILIES, FOLDER, PAGE, family_page, has_picture, page
+from megatron.report.catalogue import FAMILIES, FOLDER, PAGE, drawn, family_page, page
 from tests.support import ROOT
 
 
@@ -41,5 +41,5 @@ def test_a_row_names_the_file_that_defines_the_encoding():
 def test_every_picture_exists_and_none_is_left_over():
     pages = "".join(path.read_text(encoding="utf-8") for path in FOLDER.glob("*.md"))
     shown = set(re.findall(r"\]\((\w+)\.svg\)", pages))
-    assert shown == {name for name in REGISTRY if has_picture(name)}
+    assert shown == {name for name in REGISTRY if drawn(name, 512)}
     assert shown == {path.stem for path in FOLDER.glob("*.svg")}, "run: make docs"

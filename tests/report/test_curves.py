@@ -129,14 +129,14 @@ def test_a_picture_over_training_has_a_panel_for_each_length():
             grown = {"step": step, "seed": seed, "config_hash": f"{seed}", **facts}
             measured += rows("rotary", numbers, **grown)
     shorter, longer = [[100, 11], [200, 11], [400, 11]], [[100, 11], [200, 6], [400, 3.5]]
-    alone = draw_over_training(measured, over_seeds=True).axes[0]
+    alone = draw_over_training(measured, kinds).axes[0]
     assert curves_of(alone) == {"at 512 tokens": shorter, "at 2048 tokens": longer}
     shades = {line.get_label(): sum(line.get_color()[:3]) for line in alone.lines}
     assert shades["at 512 tokens"] > shades["at 2048 tokens"], "from light to dark"
     for row in measured:
         row["stage_ends"] = [100, 200]
     measured += rows("alibi", {512: 11.0}, step=400, config_hash="0123")
-    figure = draw_over_training(measured[::-1], over_seeds=True)
+    figure = draw_over_training(measured[::-1], kinds)
     assert figure.axes[0].get_xscale() == "linear"
     assert {axes.get_title(loc="left"): curves_of(axes) for axes in figure.axes} == {
         "at 512 tokens": {"rotary": shorter, "alibi": [[400, 11]]},

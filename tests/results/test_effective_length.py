@@ -44,7 +44,7 @@ def test_an_interval_with_zero_is_no_gain():
 
 
 def test_without_a_window_it_is_undefined():
-    assert effective_lengths(rows("rotary", {512: 9.0}, protocol="tail")) == {"rotary": None}
+    assert effective_lengths(rows("rotary", {512: 9.0}, protocol="tail")) == {}
     assert table_of_effective_lengths(rows("rotary", {512: 9.0}, protocol="tail")) is None
     assert effective_lengths(rows("rotary", {512: 9.0})) == {}
 
