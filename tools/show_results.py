@@ -28,15 +28,16 @@ def main(argv: list[str] | None = None) -> int:
     add("results", type=Path, nargs="+", metavar="FILE", help="JSON lines that evaluate.py wrote")
     add("-o", "--output", type=Path, metavar="FILE", help="a .png, .svg, .pdf or .html")
     add("--over-seeds", action="store_true", help="one line per encoding: mean ± deviation")
-    by_step = "plot by step, in a panel for each length"
-    add("--over-training", action="store_true", help=by_step)
-    in_bytes = "instead of perplexity, for any tokenizers"
-    add("--bits-per-byte", action="store_true", help=in_bytes)
+    add("--over-training", action="store_true", help="plot by step, in a panel for each length")
+    add("--bits-per-byte", action="store_true", help="instead of perplexity, for any tokenizers")
     form = {"dest": "form", "action": "store_const", "default": "text"}
     add("--markdown", const="markdown", help="the tables in Markdown", **form)
     add("--latex", const="latex", help="the tables for LaTeX (booktabs)", **form)
-    against = "of a page: what it compares with; of a plot by position: what it subtracts"
-    add("--against", metavar="NAME", help=against)
+    add(
+        "--against",
+        metavar="NAME",
+        help="of a page: what it compares with; of a plot by position: what it subtracts",
+    )
     add("--protocol", help="rows of this protocol alone")
     several = {"nargs": "+", "default": [], "metavar": "LABEL"}
     add("--only", help="labels to show, in this order", **several)
@@ -50,7 +51,6 @@ def main(argv: list[str] | None = None) -> int:
     page_file = output if output and output.suffix == ".html" else None
     if page_file:
         check_output(page_file, MARK)
-
     if options.style and not options.style.is_file():
         raise UserError(f"--style: {options.style} is no file - give a .mplstyle of matplotlib")
     rows = read_rows(options.results)
@@ -63,11 +63,8 @@ def main(argv: list[str] | None = None) -> int:
             )
     rows = arranged(rows, options.only, options.names)
     if page_file:
-        page = page_of(rows, options.against)
-        write_page(page, page_file)
-        print(
-            f"{output}: {len(rows)} rows, {sum(len(section.figures) for section in page)} figures"
-        )
+        write_page(page_of(rows, options.against), page_file)
+        print(f"{output}: {len(rows)} rows")
         return 0
     how = {"bits_per_byte": options.bits_per_byte, "form": options.form}
     print(table(rows, over_seeds=options.over_seeds, **how))

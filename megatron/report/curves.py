@@ -53,7 +53,7 @@ ORDERED = (
     " seeds, where above 2."
 )
 DARK = 60  # % from which a cell is so dark that its number is white
-CELL, LETTER = (0.72, 0.24), 0.08  # inches of a cell, and of a letter of a label
+CELL, HEIGHT, LETTER = 0.72, 0.24, 0.08  # inches of a cell's sides, and of a letter of a label
 
 
 class Design(NamedTuple):
@@ -123,15 +123,13 @@ class Panel(NamedTuple):
     shades: bool = False
 
 
-def mean_and_spread(
-    points: Iterable[tuple[str, Any, float | None]],
-) -> tuple[pd.DataFrame, pd.DataFrame]:
+def mean_and_spread(points: Iterable[tuple]) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Means and standard deviations of (label, place, value), by place and label.
 
     A mean is nan where a seed has no number, the deviation of one seed is nan.
     """
     frame = pd.DataFrame(points, columns=["label", "place", "value"]).astype({"value": float})
-    seeds = frame.groupby(["place", "label"])["value"]
+    seeds: Any = frame.groupby(["place", "label"])["value"]
     means = seeds.agg(lambda values: values.mean(skipna=False))
     return means.unstack(), seeds.std().unstack()
 
@@ -161,11 +159,11 @@ def by_position(groups: Groups, minus: str | None = None) -> Panel | None:
     points = []
     for label, group in groups.items():
         for row in group:
-            if row["length"] < longest or not row.get("position_losses"):
-                continue
-            edges, losses = row.get("position_edges", []), row.get("position_losses", [])
-            for middle, loss in zip(*half_octaves(edges, losses), strict=True):
-                points.append((label, middle, loss if minus else math.exp(loss)))
+            losses = row.get("position_losses")
+            if losses and row["length"] == longest:
+                middles, means = half_octaves(row.get("position_edges", []), losses)
+                values = means if minus else np.exp(means)
+                points += [(label, *point) for point in zip(middles, values, strict=True)]
     if not points:
         return None
     means, stds = mean_and_spread(points)
@@ -231,9 +229,9 @@ def draw_accuracy(texts: Mapping[str, Groups], design: Design = AS_USUAL) -> Fig
     order = means.fillna(0).mean(axis=1).sort_values(ascending=False, kind="stable").index
     means, stds = means.loc[order], stds.loc[order]
     lines, columns = means.shape
-    width = LETTER * max(map(len, order)) + CELL[0] * columns
+    width = LETTER * max(map(len, order)) + CELL * columns
     with style(design):
-        size = design.size or (width, CELL[1] * lines + 1.2)
+        size = design.size or (width, HEIGHT * lines + 1.2)
         figure = Figure(layout="constrained", figsize=size)
         set_title(figure, design.title or TASKS)
         axes = figure.subplots()
@@ -278,12 +276,11 @@ def draw_over_training(
     labels = set().union(*panels.values())
     if len(labels) == 1:
         (label,) = labels
-        lengths = {heading: groups[label] for heading, groups in panels.items()}
-        drawn = [by_key("step", lengths, "step")._replace(heading=label, shades=True)]
-    else:
-        drawn = []
-        for heading, groups in panels.items():
-            drawn.append(by_key("step", groups, "step")._replace(heading=heading))
+        panels = {label: {heading: groups[label] for heading, groups in panels.items()}}
+    drawn = []
+    for heading, groups in panels.items():
+        panel = by_key("step", groups, "step")
+        drawn.append(panel._replace(heading=heading, shades=len(labels) == 1))
     return draw(drawn, design)
 
 
@@ -294,8 +291,7 @@ def draw(panels: Sequence[Panel], design: Design = AS_USUAL) -> Figure:
     """
     parts = []
     for panel in panels:
-        last_values = panel.means.ffill().iloc[-1].dropna()
-        ranked = last_values.sort_values().index
+        ranked = panel.means.ffill().iloc[-1].dropna().sort_values().index  # by the last values
         count = max(1, math.ceil(len(ranked) / CURVES))
         for number, labels in enumerate(np.array_split(ranked, count)):
             heading = panel.heading
@@ -341,8 +337,8 @@ def draw_curves(axes: Axes, panel: Panel, highlight: Sequence[str]) -> dict[str,
             look["color"] = colormaps["Blues"](shade)
     look_of = dict(zip(panel.groups, styles, strict=True))
     lines = {}
-    for label, means in panel.means.items():
-        mean = means.dropna()
+    for label in map(str, panel.means):
+        mean = panel.means[label].dropna()
         places, std = mean.index, panel.stds[label][mean.index]
         look = look_of[label]
         if bright and label not in bright:
@@ -353,9 +349,9 @@ def draw_curves(axes: Axes, panel: Panel, highlight: Sequence[str]) -> dict[str,
         else:
             look["linestyle"] = "none"
             axes.errorbar(places, mean, std, fmt="none", ecolor=colour)
-        every = math.ceil(len(mean) / 8)  # about eight markers on a curve
-        (line,) = axes.plot(places, mean, label=label, markevery=every, **look)
-        name = label.split(", ", 1)[-1] if len({*encodings}) == 1 < len(encodings) else label
+        # About eight markers on a curve.
+        (line,) = axes.plot(places, mean, label=label, markevery=math.ceil(len(mean) / 8), **look)
+        name = label.split(", ", 1)[-1] if len({*encodings}) == 1 else label
         at = f" at {places[-1]:g}" if places[-1] < panel.means.index[-1] else ""
         lines[textwrap.fill(f"{name}: {cell(mean.iloc[-1])}{at}", LETTERS)] = line
     return lines
@@ -415,7 +411,7 @@ def set_title(figure: Figure, title: str) -> None:
 def style(design: Design = AS_USUAL) -> AbstractContextManager[None]:
     """Sizes for print, SVG whose text stays text, and then the user's file."""
     own = Path(__file__).with_name("figures.mplstyle")
-    return matplotlib.style.context([own, *filter(None, [design.style])])
+    return matplotlib.style.context([own, design.style or {}])
 
 
 def picture(figure: Figure, suffix: str, design: Design = AS_USUAL) -> bytes:

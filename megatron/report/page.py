@@ -2,7 +2,7 @@
 
 import base64
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,10 +65,10 @@ class Section:
 
     heading: str
     about: str
-    tables: list[Table]
-    figures: list[Figure] = field(default_factory=list)
-    comparisons: list[Table] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    tables: Sequence[Table]
+    figures: Sequence[Figure] = ()
+    comparisons: Sequence[Table] = ()
+    notes: Sequence[str] = ()
     summary: Summary | None = None
 
 
@@ -82,7 +82,7 @@ def page_of(rows: Sequence[Row], against: str | None = None) -> list[Section]:
     page = [_section(heading, members, against) for heading, members in sections(rows).items()]
     keys = ["checkpoint", *COLUMNS]
     keys = [key for key in keys if any(shown_fact(row, key) for row in rows)]
-    lines = {tuple(plain(shown_fact(row, key) or "-") for key in keys): None for row in rows}
+    lines = dict.fromkeys(tuple(plain(shown_fact(row, key) or "-") for key in keys) for row in rows)
     head = [NAMES["columns"].get(key, key.replace("_", " ")) for key in keys]
     return [*page, Section("Models", "What was measured.", [Table(head, list(lines))])]
 
@@ -99,8 +99,7 @@ def _section(heading: str, rows: Sequence[Row], against: str | None) -> Section:
         section.figures = [draw_accuracy({heading: groups})]
     else:
         reference, *_ = (against and matching(against, groups)) or groups
-        positions = [by_position(groups), by_position(groups, reference)]
-        if panels := [*filter(None, positions)]:
+        if panels := [*filter(None, [by_position(groups), by_position(groups, reference)])]:
             section.figures = [draw(panels)]
         elif len({row["length"] for row in rows}) > 1:
             section.figures = [draw([by_length(groups)])]
@@ -119,16 +118,15 @@ def _section(heading: str, rows: Sequence[Row], against: str | None) -> Section:
 def _summary(groups: Groups, comparisons: Sequence[Comparison]) -> Summary:
     panel = by_length(groups)
     length = panel.means.index[-1]
-    is_loss = panel.quantity == PERPLEXITY.name
-    last = panel.means.loc[length].dropna().sort_values(ascending=is_loss)
+    last = panel.means.loc[length].dropna().sort_values(ascending=panel.quantity == PERPLEXITY.name)
     gains = {}
     for label, value in last.items():
         window = f"{label}, window {trained_length(groups[label][0])}"
         if window in last:
             gains[label] = value < last[window]
     pairs = [pair for pair in comparisons if pair.length == length]
-    best = last[:3].map(cell)
-    return Summary(length, panel.quantity, best, pd.Series(gains, dtype=bool), pairs)
+    gains = pd.Series(gains, dtype=bool)
+    return Summary(length, panel.quantity, last[:3].map(cell), gains, pairs)
 
 
 # --- Files ---

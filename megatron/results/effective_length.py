@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.results.comparison import Difference, difference_of
 from megatron.results.labels import kinds
@@ -17,8 +17,7 @@ HOW = (
 )
 
 
-@dataclass(frozen=True)
-class EffectiveLength:
+class EffectiveLength(NamedTuple):
     """What an encoding gains from more context than its training length.
 
     differences: by length, loss minus that of the same weights with the window

@@ -154,6 +154,6 @@ def test_the_command_writes_a_page_with_other_names_for_chosen_labels(tmp_path, 
     write_results(tmp_path / "a.jsonl", MEASURED)
     words = [str(tmp_path / "a.jsonl"), "-o", str(tmp_path / "page.html")]
     assert main([*words, "--only", "learned", "alibi", "--names", "alibi=ALiBi"]) == 0
-    assert capsys.readouterr().out.endswith("page.html: 6 rows, 1 figures\n")
+    assert capsys.readouterr().out.endswith("page.html: 6 rows\n")
     table, *_ = tables_of((tmp_path / "page.html").read_text(encoding="utf-8"))
     assert [line[0] for line in table] == ["pos_emb", "learned", "ALiBi"]
