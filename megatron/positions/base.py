@@ -378,8 +378,8 @@ class Position(Float32Module):
         if torch.compiler.is_compiling():
             return function(*inputs)
         # Autograd refuses what was made in inference mode. `origin` changes with device and dtype.
-        mode = torch.is_inference_mode_enabled()
-        return made(function, inputs, mode, self.drawn, self.origin, self.paper_precision)
+        state = self.drawn, self.origin, self.paper_precision
+        return made(function, inputs, state, torch.is_inference_mode_enabled())
 
     def table(self, kernel: Callable[[Tensor], Tensor], length: int) -> Tensor:
         """`kernel` of the distances 0 … length - 1, outside autocast: [heads, length] float32.

@@ -162,7 +162,9 @@ def test_auto_goes_on_without_a_kernel_that_has_a_fault(kernels, caplog, broken,
         torch.testing.assert_close(ours, exact, rtol=1e-4, atol=1e-5)
     attention(**arguments)
     [warning] = warnings_in(caplog)
-    assert warning.startswith("attention_backend: sdpa (auto: bias and window on CPU; not planted: ")
+    assert warning.startswith(
+        "attention_backend: sdpa (auto: bias and window on CPU; not planted: "
+    )
     assert word in warning
     assert lengths == [200]
     choice = choose("auto", arguments["q"], Terms(arguments["bias"]))
