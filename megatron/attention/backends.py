@@ -3,13 +3,14 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.attention.eager import eager
-from megatron.attention.flex import flex_backend, flex_refusal
+from megatron.attention.flex import flex_backend
 from megatron.attention.sdpa import sdpa
 from megatron.attention.self_check import fault_of
 from megatron.attention.terms import (
@@ -150,8 +151,8 @@ def attend(
 ) -> Tensor:
     """`attention`, with its options as a record; k and v may have fewer heads, one for a group."""
     terms = replace(terms, needs_lse=terms.sink is not None)
-    other_width = k.shape != v.shape
-    choice = first_choice = choose(backend, q, terms, other_width=other_width)
+    pick = partial(choose, backend, q, terms, other_width=k.shape != v.shape)
+    choice = first_choice = pick()
     if terms.chunk is not None and 2 * terms.chunk >= k.shape[2]:
         terms = replace(terms, chunk=None)  # it masks nothing
     group = q.shape[1] // k.shape[1]
@@ -167,7 +168,7 @@ def attend(
                     " out this check with attention_self_check: false"
                 )
             FAULTS[name, q.device.type] = fault
-            choice = choose(backend, q, terms, other_width=other_width)
+            choice = pick()
         if choice != first_choice:
             logger.warning("attention_backend: %s", choice)
     out, lse = BACKENDS[choice.backend](q, k, v, terms)
@@ -222,17 +223,15 @@ def _best(q: Tensor, terms: Terms, other_width: bool) -> Choice:
     device = q.device.type.upper()
     if q.device.type not in KERNELS:
         return Choice("sdpa", f"on the {device}")
-    named = [name for name in ADDED if getattr(terms, name) is not None]
-    if not named:
-        return Choice("sdpa", f"plain causal on {device}")
-    reason = f"{' and '.join(named)} on {device}"
-    for name in KERNELS[q.device.type]:
+    named = " and ".join(name for name in ADDED if getattr(terms, name) is not None)
+    reason = f"{named or 'plain causal'} on {device}"
+    for name in KERNELS[q.device.type] if named else ():
         obstacle = refusal(name, q, terms, other_width)
         fault = FAULTS.get((name, q.device.type))
-        if obstacle is None and fault is None:
+        if not (obstacle or fault):
             return Choice(name, reason)
         reason += f"; not {name}: {obstacle or fault}"
-        if obstacle is not None:
+        if obstacle:
             break
     return Choice("sdpa", reason)
 
@@ -245,8 +244,11 @@ def refusal(backend: str, q: Tensor, terms: Terms, other_width: bool) -> str | N
         is_set = getattr(terms, term.name) is not term.default
         if is_set and term.name not in COMPUTED[backend]:
             return REASONS.get(term.name, f"it does not compute {term.name}")
-    if backend == "flex":
-        return flex_refusal(q, terms)
+    content = terms.content
+    if backend != "sdpa" and content is not None and content.rank > 1:
+        return f"it knows biases by content of rank one, not {content.rank}"
+    if backend == "flex" and q.device.type == "cpu" and q.requires_grad and torch.is_grad_enabled():
+        return "torch's flex_attention computes no gradients on the CPU"
     if backend != "triton":
         return None
     return "values are not as wide as queries and keys" if other_width else triton_refusal(q, terms)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from megatron.attention.terms import Content, Terms, check_lengths, first_visible
-from megatron.attention.triton_passes import document_bounds
+from megatron.attention.triton_passes import blocks_of, document_bounds
 from megatron.errors import UserError
 
 BLOCK = 128
@@ -85,7 +85,9 @@ def flex(
         content=Content.of(encoding.score_bias(x, {}), length) if by_content else None,
     )
     score_mod, visible = modifiers(terms, 0, index_bias)
-    return score_mod, block_mask or blocks_of_mask(visible, terms, index, length)
+    if block_mask is None:
+        block_mask = blocks_of_mask(visible, terms, index, length)
+    return score_mod, block_mask
 
 
 def check_applied(
@@ -142,11 +144,11 @@ def modifiers(
 
 
 def blocks_of_mask(visible: Callable, terms: Terms, query: Tensor, keys: int) -> BlockMask:
-    """The blocks that `visible` leaves to queries at these indices, the last of all keys' too.
+    """The blocks of keys that blocks of queries see. query [queries]: indices, up to the last key.
 
-    They are all those between the first key of a block of queries and its own keys. torch asks
-    `visible` about each pair of them while it computes; its own `create_block_mask` does so before,
-    which takes gigabytes at 16384 tokens.
+    They are those from the first key that one of the queries sees to the queries' own. In each of
+    them torch asks `visible` about all pairs while it computes. Its own `create_block_mask` asks
+    before, which takes gigabytes at 16384 tokens.
     """
     first = first_visible(query, terms.window, terms.chunk)[None]  # [batch or 1, queries]
     if terms.segments is not None:
@@ -155,12 +157,13 @@ def blocks_of_mask(visible: Callable, terms: Terms, query: Tensor, keys: int) ->
     first = F.pad(first, (0, -len(query) % BLOCK), value=keys).unflatten(1, (-1, BLOCK))
     first_block = first.amin(2, keepdim=True) // BLOCK  # [batch or 1, blocks of queries, 1]
     own_block = (query[::BLOCK, None] + BLOCK - 1).clamp(max=keys - 1) // BLOCK
-    block = torch.arange(-(-keys // BLOCK), device=query.device)
+    block = torch.arange(blocks_of(keys, BLOCK), device=query.device)
     order = (first_block + block) % len(block)
     count = (own_block + 1 - first_block).squeeze(-1)
     lists = (x[:, None].int() for x in (count, order))  # the same for all heads
-    lengths = (len(query), keys)
-    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=lengths)
+    return BlockMask.from_kv_blocks(
+        *lists, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(len(query), keys)
+    )
 
 
 @cache
@@ -173,7 +176,7 @@ def _compiled(device: str) -> Callable:
 
 
 def flex_backend(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor | None]:
-    """See megatron.attention.attention; `flex_refusal` gives no reason against it.
+    """See megatron.attention.attention.
 
     One program is compiled for each length and kind of input; new tables need no other.
     """
@@ -183,12 +186,3 @@ def flex_backend(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor,
     run = flex_attention if torch.compiler.is_compiling() else _compiled(q.device.type)
     out, extra = run(q, k, v, score_mod, mask, return_aux=AuxRequest(lse=terms.needs_lse))
     return out, extra.lse
-
-
-def flex_refusal(q: Tensor, terms: Terms) -> str | None:
-    """Why these inputs are not for flex_attention, in one sentence, or None."""
-    if terms.content is not None and terms.content.rank > 1:
-        return f"it computes biases by content of rank one, not {terms.content.rank}"
-    if q.device.type == "cpu" and q.requires_grad and torch.is_grad_enabled():
-        return "torch's flex_attention computes no gradients on the CPU"
-    return None

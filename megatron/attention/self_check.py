@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron.attention.eager import eager
 from megatron.attention.terms import Content, Terms
+from megatron.errors import in_words
 
 SMALL = 0.03
 """Root mean square below which a value counts as this: inputs have 1, most gradients 0.1 to 5.
@@ -98,8 +99,7 @@ def _compare(backend: Callable[..., Any], kind: Kind) -> str | None:
     try:
         results = _results(backend, kind)
     except Exception as error:
-        first_line = (str(error).strip().splitlines() or [""])[0]
-        return f"fails on {kind}: {type(error).__name__}: {first_line}"
+        return f"fails on {kind}: {type(error).__name__}: {in_words(error)}"
     dtype = results["output"].dtype
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         dtype = torch.float16  # TF32 has as few digits

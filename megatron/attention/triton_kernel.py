@@ -49,8 +49,6 @@ def refusal(q: Tensor, terms: Terms) -> str | None:
         return f"head_dim {q.shape[3]} is more than {LARGEST_HEAD}"
     if q.shape[0] * q.shape[1] > MOST_PROGRAMS:
         return f"batch {q.shape[0]} times heads {q.shape[1]} is more than {MOST_PROGRAMS}"
-    if terms.content is not None and terms.content.rank > 1:
-        return f"it knows biases by content of rank one, not {terms.content.rank}"
     return None
 
 

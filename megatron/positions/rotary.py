@@ -578,8 +578,8 @@ def turn(table: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     table: of `for_pairs`, which gets no gradient; tensors [batch, heads, length, head_dim] -> same
     """
     if torch.compiler.is_compiling():  # it makes one pass of the definition
-        both, interleaved = table.select(-2, 1).flatten(-2), table.shape[-1] == 1
-        return tuple(rotate(x, *both, interleaved=interleaved) for x in tensors)
+        both = table.select(-2, 1).flatten(-2)
+        return tuple(rotate(x, *both, interleaved=table.shape[-1] == 1) for x in tensors)
     return Turn.apply(table, 1, *tensors)
 
 
@@ -604,9 +604,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
     first, second = turning.unflatten(-1, pairs).unbind(axis)
     turned = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=axis)
     turned = turned.flatten(-2).to(x.dtype)
-    if not rest.shape[-1]:
-        return turned
-    return torch.cat([turned, rest], dim=-1)
+    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
 
 def rotate_both(q: Tensor, k: Tensor, angle: Tensor) -> Pair:

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.attention import TRUSTED
 from megatron.config import Config
 from megatron.config.config import deepspeed_config
-from megatron.errors import UserError
+from megatron.errors import UserError, in_words
 from megatron.model import GPT
 from megatron.parallel.context import context_of
 from megatron.parallel.grid import Grid
@@ -219,8 +219,7 @@ def is_compiled(config: Config, device: torch.device) -> bool:
         x = torch.ones(64, device=device, requires_grad=True)
         torch.compile(lambda x: x.sin().exp().sum())(x).backward()
     except Exception as error:
-        first_line, _, _ = str(error).strip().partition("\n")
-        fault = f"torch_compile: no compiler works on {device.type}: {first_line}"
+        fault = f"torch_compile: no compiler works on {device.type}: {in_words(error)}"
         if training.torch_compile is True:
             raise UserError(
                 f"{fault} - install g++ (on CUDA also triton), or set torch_compile to false"

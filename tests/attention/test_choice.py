@@ -36,7 +36,11 @@ def test_auto_takes_the_best_and_says_why():
         (cuda, Terms(), "sdpa (auto: plain causal on CUDA)"),
         (cuda, Terms(TABLE), "triton (auto: bias on CUDA)"),
         (cuda, Terms(content=content(1)), "triton (auto: content on CUDA)"),
-        (cuda, Terms(content=content(3)), "sdpa (auto: content on CUDA; not triton: it k"),
+        (
+            cuda,
+            Terms(content=content(3)),
+            "sdpa (auto: content on CUDA; not triton: it knows biases by content of rank one",
+        ),
         (cuda, Terms(window=4), "triton (auto: window on CUDA)"),
         (wide, Terms(TABLE), "sdpa (auto: bias on CUDA; not triton: head_dim 256"),
         (cuda, Terms(index_bias=torch.add), "sdpa (auto: index_bias on CUDA; not triton: it read"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.attention import triton_passes
-from megatron.attention.terms import Content, Terms
+from megatron.attention.terms import Terms
 from megatron.attention.triton_kernel import refusal, triton_attention
 from tests.attention.random_cases import (
     Case,
@@ -53,11 +53,6 @@ def test_what_it_cannot_compute_is_refused_with_the_reason(monkeypatch):
     ):
         q = torch.zeros(shape, dtype=dtype, device=DEVICE)
         assert refusal(q, Terms()) == reason
-    w = torch.zeros(1, 2, 8, 3)
-    assert (
-        refusal(q[:1], Terms(content=Content(None, w, w)))
-        == "it knows biases by content of rank one, not 3"
-    )
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert refusal(q[:1].cpu(), Terms()) == "it runs on CUDA devices, not on cpu"
 

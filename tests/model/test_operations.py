@@ -10,4 +10,5 @@ def test_rotary_adds_few_operations_and_a_bias_none(monkeypatch):
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     none = operations_of_layer("none")
     assert operations_of_layer("kerple_log") == none
-    assert none < operations_of_layer("rotary") <= 50
+    # 50 where none has 41; after DeepSpeed's ZeRO 3 in the same process, each Linear has one more.
+    assert none < operations_of_layer("rotary") <= none + 9
