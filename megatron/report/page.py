@@ -1,7 +1,7 @@
 """Results as one HTML page that needs no network: here is its data, page.html says how it looks."""
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -23,8 +23,9 @@ from megatron.report.curves import (
 )
 from megatron.results.comparison import Comparison, compared
 from megatron.results.comparison_table import how_made, tables_of
+from megatron.results.effective_length import EffectiveLength, effective_lengths
 from megatron.results.labels import NAMES, in_words, kinds, matching, sections, select
-from megatron.results.row import COLUMNS, TASK, Row, plain, shown_fact, trained_length
+from megatron.results.row import COLUMNS, TASK, Row, plain, shown_fact
 from megatron.results.table import (
     BITS,
     PERPLEXITY,
@@ -42,14 +43,14 @@ class Summary(NamedTuple):
     """Who is best at the longest length, who gains beyond the window, and how sure that is.
 
     best: numbers by label, the best first
-    gains: whether a label is better than the same weights with a window of the training length
+    effective: effective lengths by label
     pairs: the comparisons at this length
     """
 
     length: int
     quantity: str
     best: pd.Series
-    gains: pd.Series
+    effective: Mapping[str, EffectiveLength]
     pairs: list[Comparison]
 
 
@@ -119,14 +120,9 @@ def _summary(groups: Groups, comparisons: Sequence[Comparison]) -> Summary:
     panel = by_length(groups)
     length = panel.means.index[-1]
     last = panel.means.loc[length].dropna().sort_values(ascending=panel.quantity == PERPLEXITY.name)
-    gains = {}
-    for label, value in last.items():
-        window = f"{label}, window {trained_length(groups[label][0])}"
-        if window in last:
-            gains[label] = value < last[window]
     pairs = [pair for pair in comparisons if pair.length == length]
-    gains = pd.Series(gains, dtype=bool)
-    return Summary(length, panel.quantity, last[:3].map(cell), gains, pairs)
+    effective = effective_lengths([row for rows in groups.values() for row in rows])
+    return Summary(length, panel.quantity, last[:3].map(cell), effective, pairs)
 
 
 # --- Files ---

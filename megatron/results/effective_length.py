@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
+from megatron.errors import UserError
 from megatron.results.comparison import Difference, difference_of
 from megatron.results.labels import kinds
 from megatron.results.row import RUN, Row, grouped, identity, trained_length, value_of
@@ -62,7 +64,8 @@ def effective_lengths(rows: Sequence[Row]) -> dict[str, EffectiveLength]:
             length = ours[0]["length"]
             if length > train_length:
                 controls = [control_of[identity(row, MODEL)] for row in ours]
-                differences[length] = difference_of(ours, controls)
+                with suppress(UserError):  # the window was measured on other targets
+                    differences[length] = difference_of(ours, controls)
         if differences:
             lengths[label] = EffectiveLength(train_length, differences)
     return lengths
