@@ -50,11 +50,11 @@ def effective_lengths(rows: Sequence[Row]) -> dict[str, EffectiveLength | None]:
     """Of every kind with rows of `tail`, by its label; None where the window was not measured."""
     tails = [row for row in rows if row.get("protocol") == "tail" and row["loss"] is not None]
     control_of: dict[int, Row] = {}
-    for of_model in grouped(tails, MODEL):
-        train_length = trained_length(of_model[0])
-        limited = [row for row in of_model if value_of(row, "window") == train_length]
+    for model_rows in grouped(tails, MODEL):
+        train_length = trained_length(model_rows[0])
+        limited = [row for row in model_rows if value_of(row, "window") == train_length]
         by_length = sorted(limited, key=lambda row: row["length"])
-        for row in of_model:
+        for row in model_rows:
             # The targets are the same at all lengths, so that one length is enough.
             if by_length and row["length"] > (train_length or 0):
                 control_of[id(row)] = by_length[-1]
