@@ -2,9 +2,9 @@
 # make test   the test suite; make test-docs runs the commands of docs/
 # Both create .venv and install into it first, if that has not been done or the requirements have changed.
 #
-# GPU: PyPI's torch for Linux is a CUDA build, nothing needs to be chosen. Another build of the same torch:
+# GPU: PyPI's torch for Linux is a CUDA build, so you need not choose one. To use another build of the same torch:
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 make test         (or .../whl/cpu)
-# Another torch of the tested range: install without the exact versions,
+# To use another torch of the tested range, install without the exact versions:
 #   make test CONSTRAINTS=
 
 PYTHON ?= python3
@@ -35,7 +35,7 @@ demo-mep_free demo-rotary: demo-%:
 	run="configs/demo.yml pos_emb=$* save=demo/$* load=demo/$*"; \
 	{ $(PY) deepy.py train.py $$run && $(PY) deepy.py evaluate.py $$run --output demo/$*.jsonl; } 2>&1 | sed -u 's/^/$*: /'
 
-# A process of pytest that dies is one failed test and the end: a process in its place would wait for ever.
+# If a pytest process dies, one test fails and the run ends: a replacement would wait forever.
 PYTEST = $(PY) -m pytest -q -n auto --maxprocesses 8 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 
 test: $(INSTALLED)
@@ -44,13 +44,13 @@ test: $(INSTALLED)
 test-docs: $(INSTALLED)
 	$(PYTEST) -m docs
 
-# On a machine with a GPU, with what PYTHON has there: no .venv is made. Tests of the kernels need torch, numpy and
+# For a machine with a GPU; it uses the packages of PYTHON and makes no .venv. Tests of the kernels need torch, numpy and
 # pytest (7.4 or newer) alone, and Triton a C compiler at its first launch; what is missing skips a test with its
 # reason. Blocks of at most seven, five and three minutes, one or all:
 #   make gpu-check BLOCK=1
-# Each step has a log in OUT; a step that fails or is stopped at its time ends no other. docs/first_gpu.md says what each
+# Each step has a log in OUT; a step that fails or reaches its time limit does not stop the others. docs/first_gpu.md says what each
 # figure decides. DRY=1 runs the same commands with small sizes on a CPU, in some minutes and without their limits.
-# Where nothing can be fetched, DeepSpeed and pydantic come as wheels, made elsewhere by
+# Without a network, take DeepSpeed and pydantic as wheels, which you make elsewhere with
 # `pip download -d wheels -r requirements.txt`, and
 #   pip install --no-index --no-deps --target site wheels/*.whl && PYTHONPATH=site make gpu-check
 OUT ?= $(if $(DRY),dry,gpu-check)

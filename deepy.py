@@ -1,15 +1,15 @@
 #!/usr/bin/env python
 """Start a script on every device of this machine or of several machines.
 
-It checks the script's configuration first, and starts one process for each device.
+It first checks the script's configuration, then starts one process per device.
 
 python deepy.py train.py configs/mep.yml seed=1235
 python deepy.py evaluate.py configs/mep.yml --lengths 512 1024
 
-Exit status: 0; 1 for bad input; 128 + N after signal N (130 after ctrl-C, 143 after
-SIGTERM: training has saved) and where a process was killed by signal N; else that of the first
-process that failed. With a hostfile DeepSpeed's launcher starts the processes: after a signal it
-kills them within 30 seconds and exits with 1.
+Exit status: 0; 1 for bad input; 128 + N after signal N (130 after ctrl-C, 143 after SIGTERM;
+training has saved) or if a process was killed by signal N; otherwise that of the first process that
+failed. With a hostfile, DeepSpeed's launcher starts the processes: after a signal it kills them
+within 30 seconds and exits with 1.
 """
 
 import os
@@ -41,9 +41,9 @@ Device = int | str  # as CUDA_VISIBLE_DEVICES names it: a number, or an identifi
 
 
 def main(argv: Sequence[str]) -> None:
-    """Check everything that can be checked, then start the processes and exit with their status.
+    """Check whatever can be checked, then start the processes and exit with their status.
 
-    SystemExit(1) with one message if something is wrong.
+    Raises SystemExit(1) with one message if something is wrong.
     """
     status = status_of(lambda: _start(list(argv)))
     if status:
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _start(words: list[str]) -> None:
     if words and words[0].replace(".", "", 1).isdecimal():
-        ignored = f"the leading {words[0]} is accepted and has no effect"
+        ignored = f"the leading {words[0]} is accepted but has no effect"
         entry.print_notes([f"{ignored}: in the MEP fork only dead code used it"])
         words = words[1:]
     if not words or words[0] in HELP:
@@ -63,30 +63,32 @@ def _start(words: list[str]) -> None:
     if HELP & set(rest):
         os.execv(sys.executable, [sys.executable, str(script), "--help"])
     learn_place()
-    if process_count() > 1:  # srun, mpirun or torchrun has started a process for each device
+    if process_count() > 1:  # srun, mpirun or torchrun has started one process per device
         _become(["-u", str(script), *rest], os.environ)
     config = checked_config(script, rest)
     if config is not None and config.only_measures and script.name == "train.py":
-        script = find_script("evaluate.py")  # its processes, one for each device of this machine
+        script = find_script("evaluate.py")  # its processes, one per device of this machine
     launch(script, rest, config)
 
 
 def find_script(name: str) -> Path:
-    """The script to start, in the current folder or beside deepy.py."""
+    """The script to start, in the current folder or next to deepy.py."""
     for candidate in (Path(name), ROOT / name):
         if candidate.is_file() and candidate.suffix == ".py":
             return candidate.resolve()
-    raise UserError(f"{LAUNCHER}: {name} is not a script - write {LAUNCHER} train.py FILE…")
+    raise UserError(
+        f"{LAUNCHER}: {name} is not a script - for example, write {LAUNCHER} train.py FILE…"
+    )
 
 
 def checked_config(script: Path, words: Sequence[str]) -> Config | None:
-    """The configuration that the script will load; None if the words name none."""
+    """The configuration that the script will load; None if the command line names none."""
     parser = CommandParser(add_help=False, allow_abbrev=False)
     entry.add_conf_dir(parser)
     parser.add_argument("--checkpoint", type="path")
     parser.add_argument("--step")
     options, words_left = parser.parse_known_args(words)
-    # Files come before the script's own options, whose values would look like files.
+    # Files come before the script's own options, whose values could look like files.
     leading = list(takewhile(lambda word: not word.startswith("-"), words_left))
     files = entry.split_words(leading, options.conf_dir)[0]
     overrides = entry.split_words(words_left)[1]
@@ -96,7 +98,7 @@ def checked_config(script: Path, words: Sequence[str]) -> Config | None:
 
 
 def launch(script: Path, words: Sequence[str], config: Config | None) -> NoReturn:
-    """Become the script if one process does, else start one for each device and wait."""
+    """Become the script if one process is enough, else start one per device and wait."""
     cuda = torch.cuda.is_available()
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -107,14 +109,14 @@ def launch(script: Path, words: Sequence[str], config: Config | None) -> NoRetur
         if (config.launch.num_nodes or 1) > 1 or os.path.exists(hostfile):
             os.environ.update(environment)
             launch_on_many_machines(script, words, config)
-        # GPT-NeoX's own files name /mock_path, and it trains too.
-        print_line(f"warning: hostfile: {hostfile} does not exist, so this machine trains alone")
+        # GPT-NeoX's own files name /mock_path, and GPT-NeoX trains anyway.
+        print_line(f"warning: hostfile: {hostfile} does not exist, so only this machine is used")
 
     devices = devices_for(script, config)
     if cuda:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
     if config and script.name == "train.py":
-        with_parent(config)  # a missing parent is found before processes start
+        with_parent(config)  # find a missing parent before processes start
         count = len(devices)
         shared = Grid(ranks=count).sharing(config.parallel.context_parallel_size)
         config.check_batch(shared.data_ranks)
@@ -128,15 +130,15 @@ def launch(script: Path, words: Sequence[str], config: Config | None) -> NoRetur
 
 
 def _become(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """Replace this process by Python with other words."""
+    """Replace this process by Python with other arguments."""
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, *command], environment)
 
 
 def devices_for(script: Path, config: Config | None) -> list[Device]:
-    """One process for each: CUDA devices as CUDA_VISIBLE_DEVICES names them, or numbers on CPU.
+    """One name per process: CUDA devices as in CUDA_VISIBLE_DEVICES, or numbers on a CPU.
 
-    Raises UserError if more CUDA devices are wanted than are visible.
+    Raises UserError if num_gpus is more than the number of visible CUDA devices.
     """
     cuda = torch.cuda.is_available()
     count = torch.cuda.device_count() if cuda else os.cpu_count() or 1
@@ -145,22 +147,22 @@ def devices_for(script: Path, config: Config | None) -> list[Device]:
     if cuda and names:
         devices = [*names.split(",")[:count]]
 
-    number = len(devices) if cuda else 1  # on the CPU one process is enough
+    number = len(devices) if cuda else 1  # on a CPU one process is enough
     if config is not None:
         if config.launch.include or config.launch.exclude:
             raise UserError(
-                "include, exclude: choose machines of a hostfile - for devices of this machine set"
-                " CUDA_VISIBLE_DEVICES"
+                "include, exclude: choose devices of a hostfile's machines - to choose devices of"
+                " this machine set CUDA_VISIBLE_DEVICES"
             )
         number = config.launch.num_gpus or number
     if script.name in ONE_PROCESS:
         number = 1
     elif script.name in ON_THIS_MACHINE:
-        # What was trained on eight devices is measured on those of this machine.
+        # A run trained on eight devices is measured on the devices of this machine.
         number = min(number, len(devices))
     if number > len(devices) and cuda:
         raise UserError(
-            f"num_gpus: {number} devices are wanted and {len(devices)} are visible; lower num_gpus"
+            f"num_gpus: {number} devices requested, but {len(devices)} are visible; lower num_gpus"
         )
     if number > len(devices):
         return [*range(number)]  # processes may share a core
@@ -175,19 +177,19 @@ def launch_on_many_machines(script: Path, words: Sequence[str], config: Config) 
     from deepspeed.launcher import runner
 
     try:
-        os.stat(str(config.launch.hostfile))  # without one it would look for devices here
+        os.stat(str(config.launch.hostfile))  # without it, the launcher would look for devices here
         runner.main(launcher_words(script, words, config))
     except (ValueError, RuntimeError, OSError, subprocess.CalledProcessError) as fault:
         raise UserError(
             f"hostfile: {config.launch.hostfile}: DeepSpeed's launcher cannot start ({fault}) -"
-            " write lines `host slots=8`, let ssh reach every machine without a password, or start"
-            " on each with torchrun"
+            " write lines `host slots=8`, make sure that ssh reaches every machine without a"
+            " password, or start torchrun on each machine"
         ) from None
     sys.exit(0)
 
 
 def launcher_words(script: Path, words: Sequence[str], config: Config) -> list[str]:
-    """What DeepSpeed's launcher is given."""
+    """The arguments of DeepSpeed's launcher."""
     options = [f"--{name}={value}" for name, value in config.launch if value is not None]
     return [*options, "--no_local_rank", str(script), *words]
 

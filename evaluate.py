@@ -9,8 +9,8 @@ python evaluate.py --checkpoint runs/mep --protocol equal_tokens tail --window n
 python evaluate.py --checkpoint runs/mine pos_emb_file=my_encoding.py
 python evaluate.py --checkpoint runs/mep --tasks lambada_openai --lengths 512 2048
 
-Options from --window to --method take several values, each measured with the same weights.
-After an interruption, give the same command again: it continues.
+The options from --window to --method accept several values, each measured with the same weights.
+After an interruption, run the same command again to continue.
 """
 
 import argparse
@@ -31,25 +31,27 @@ from megatron.results.table import by_length, table, with_bits
 
 
 def add_all_options(parser: argparse.ArgumentParser) -> None:
-    """The words of evaluate.py beside files and settings."""
+    """The options of evaluate.py, in addition to files and settings."""
     add_options(parser)
     add = parser.add_argument
-    tasks = "tasks of lm-evaluation-harness in place of perplexity (docs/harness.md)"
+    tasks = "run tasks of lm-evaluation-harness instead of measuring perplexity (docs/harness.md)"
     add("--tasks", "--eval-tasks", nargs="+", metavar="NAME", help=tasks)
-    limit = "documents of each task at most, to try it out"
+    limit = "use at most N documents of each task, to try it out"
     add("--limit", type=number(1, 10**9), metavar="N", help=limit)
-    shots = "examples in each prompt; default: the task's"
+    shots = "examples in each prompt; default: as the task says"
     add("--num-fewshot", type=number(0, 1000), metavar="N", help=shots)
 
 
 def main(config: Config | None, arguments: argparse.Namespace) -> None:
-    """Measure, and from the first process show what was measured."""
+    """Measure; the first process then shows the results."""
     options = Options.of(arguments)
     asks_for_nothing = not (arguments.protocol or arguments.lengths or arguments.checkpoint)
     if arguments.tasks:
         if arguments.protocol:
-            raise UserError("--protocol: tasks have protocols of their own; leave it out")
-        from megatron.harness import evaluate_tasks  # needs packages that perplexity does not
+            raise UserError(
+                "--protocol: has no effect on tasks, which have their own protocols; remove it"
+            )
+        from megatron.harness import evaluate_tasks  # needs packages that perplexity doesn't need
 
         limit, shots = arguments.limit, arguments.num_fewshot
         tables, output = evaluate_tasks(config, arguments.tasks, options, limit=limit, shots=shots)
@@ -57,7 +59,9 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
             print(f"{tables}\nwritten to {output}")
         return
     if arguments.limit is not None or arguments.num_fewshot is not None:
-        raise UserError("--limit, --num-fewshot: belong to --tasks - name tasks, or leave them out")
+        raise UserError(
+            "--limit, --num-fewshot: only work with --tasks - name tasks, or remove them"
+        )
     if config is not None and config.only_measures and asks_for_nothing:
         as_published(config)
         return
@@ -67,14 +71,14 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
 
 
 def as_published(config: Config) -> None:
-    """Measure as KERPLE and MEP do with train-iters: 0, and show it."""
+    """Measure as KERPLE and MEP do with train-iters: 0, and show the results."""
     for evaluation in evaluate_as_published(config):
         if here().first:
             show(evaluation)
 
 
 def show(evaluation: MeasuredRows) -> None:
-    """Print tables for each protocol, and the files of the rows."""
+    """Print a table for each protocol, and the files with the rows."""
     by_protocol: dict[str, list[Row]] = {}
     for rows in evaluation.rows.values():
         for row in by_length(rows, evaluation.lengths):

@@ -5,8 +5,8 @@ python generate.py --checkpoint runs/mep --temperature 0 < essay.txt
 python generate.py --checkpoint runs/mep --prompts many.txt --output answers.jsonl
 python deepy.py generate.py configs/mep.yml --window 512 --sinks 4 --max-new-tokens 2000
 
-One continuation goes to standard output, with a line feed at the end. Several are JSON lines, in
-the order of the prompts.
+A single continuation is written to standard output, followed by a line feed. Several are written as
+JSON lines, in the order of the prompts.
 """
 
 import argparse
@@ -44,36 +44,40 @@ logger = logging.getLogger("megatron.generate")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The words of generate.py beside files and settings."""
+    """The options of generate.py, in addition to files and settings."""
     add = parser.add_argument
-    prompt = "text to continue, may be given several times; default: standard input"
+    prompt = "text to continue, may be repeated; default: standard input"
     add("--prompt", action="append", default=[], metavar="TEXT", help=prompt)
     add("--prompts", type=Path, metavar="FILE", help="a file with one prompt in each line")
-    output = "write JSON lines to a file, with the settings of each continuation"
+    output = "write JSON lines to this file, with the settings of each continuation"
     add("-o", "--output", type=Path, metavar="FILE", help=output)
-    add("--checkpoint", type="path", metavar="DIR", help="folder of a run or of one checkpoint")
+    add("--checkpoint", type="path", metavar="DIR", help="folder of a run or of a checkpoint")
     add("--step", type=int, metavar="N", help="which checkpoint of the run; default: the latest")
-    new = "tokens of a continuation at most; default: 64"
+    new = "largest number of new tokens; default: 64"
     add("--max-new-tokens", type=number(1, MOST), default=64, metavar="N", help=new)
-    temperature = "divides the logits; 0: always the likeliest token; default: 1"
+    temperature = "divide the logits by this; 0: always take the likeliest token; default: 1"
     add("--temperature", type=float, default=1.0, metavar="X", help=temperature)
-    top_k = "draw among this many of the likeliest tokens"
+    top_k = "sample from this many likeliest tokens"
     add("--top-k", type=number(1, MOST), metavar="N", help=top_k)
-    top_p = "draw among the likeliest tokens that together have this probability"
+    top_p = "sample from the likeliest tokens that together have this probability"
     add("--top-p", type=float, metavar="P", help=top_p)
     add("--seed", type=number(0, MOST), default=0, metavar="N", help="seed of the random draws")
     samples = "continuations of each prompt; default: 1"
     add("--samples", type=number(1, MOST), default=1, metavar="N", help=samples)
     ignore_eod = "continue beyond the end of a document"
     add("--ignore-eod", action="store_true", help=ignore_eod)
-    add("--no-cache", action="store_true", help="compute all tokens again for each new one")
+    add(
+        "--no-cache",
+        action="store_true",
+        help="use no cache: recompute all tokens for each new one",
+    )
     add_attention(parser, default=argparse.SUPPRESS)
     dtype = "of the model; tables stay float32"
     add("--dtype", choices=tuple(DTYPES), default="fp32", help=dtype)
 
 
 def main(config: Config | None, arguments: argparse.Namespace) -> None:
-    """Continue what is asked for, and write it where it is wanted."""
+    """Continue all prompts, and write the continuations to the chosen place."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")
     output, samples = arguments.output, arguments.samples
@@ -105,7 +109,7 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
     try:
         for number_of_prompt, prompt in enumerate(prompts):
             ids = prompt_ids(model, tokenizer, prompt)
-            # Samples depend on the seed and the number of the prompt, not on other prompts.
+            # Samples depend only on the seed and the prompt's number, not on other prompts.
             settings["seed"] = arguments.seed + number_of_prompt
             texts = generated(
                 model, tokenizer, ids, samples=samples, use_cache=not arguments.no_cache, **settings
@@ -115,21 +119,22 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
                 row = {"prompt": prompt, "continuation": text, "prompt_number": number_of_prompt}
                 lines.append(row | {"sample": sample, "new_tokens": len(new)} | facts)
     finally:
-        # If ctrl-C or a fault ends it, texts that are finished are written.
+        # After ctrl-C or a fault, the finished texts are still written.
         content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in lines)
         if output is not None and lines:
             write_output(output, content.encode())
             logger.info("written to %s", output)
         elif len(prompts) == samples == 1:
             text = "".join(row["continuation"] + "\n" for row in lines)
-            # A model may write what would move the cursor or more; files get it as it is.
+            # A model may write control characters, for example to move the cursor; files get them
+            # unchanged.
             sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
         else:
             sys.stdout.write(content)
 
 
 def prompts_of(arguments: argparse.Namespace) -> list[str]:
-    """All prompts that are given; UserError for none, and for files that are not text."""
+    """All prompts; UserError if there are none, or if a file is not text."""
     prompts = list(arguments.prompt)
     path = arguments.prompts
     if path is not None:
@@ -142,7 +147,7 @@ def prompts_of(arguments: argparse.Namespace) -> list[str]:
         prompts = [sys.stdin.read().removeprefix("\ufeff")]
     if not prompts:
         raise UserError(
-            "--prompt: no prompt is given - write --prompt TEXT or --prompts FILE, or send a text"
+            "--prompt: there is no prompt - write --prompt TEXT or --prompts FILE, or pipe a text"
             " to standard input"
         )
     return prompts

@@ -1,4 +1,4 @@
-"""Turn text into token files, and train a tokenizer on it if you like.
+"""Turn text into token files, and train a tokenizer if you want one.
 
 python prepare_data.py --list
 python prepare_data.py openwebtext2
@@ -28,14 +28,14 @@ from megatron.data.tokenizers.build import KINDS
 from megatron.data.tokens import verify
 from megatron.errors import UserError
 
-HUB = "hf:"  # before the name of a data set
+HUB = "hf:"  # prefix of a data set's name
 OF_HUB = ("split", "config", "revision")
 OF_TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "vocab_size")
-# Options that mean nothing for a kind of corpus.
+# Options that have no meaning for a kind of corpus.
 NOT_FOR = {
     "--input": ("from_dir", "documents", *OF_HUB),
-    "a data set of the hub": ("from_dir",),
-    "a corpus that is known by name": ("name", "text_key", *OF_HUB),
+    "a data set on the hub": ("from_dir",),
+    "a named corpus": ("name", "text_key", *OF_HUB),
 }
 
 
@@ -46,9 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(words: Sequence[str]) -> str:
-    """Prepare what the words of a command line ask for; returns the summary to print.
+    """Prepare what a command line requests; returns the summary to print.
 
-    Raises UserError for what the user can correct.
+    Raises UserError for mistakes that the user can fix.
     """
     options = _parser().parse_args(words)
     if options.verify:
@@ -61,7 +61,7 @@ def run(words: Sequence[str]) -> str:
             raise UserError(f"--{name}: {value} is too small - use 1 or more")
     workers = options.workers or len(os.sched_getaffinity(0))
     if options.workers:
-        # The library reads this when it starts its threads, at first use.
+        # The library reads this at first use, when it starts its threads.
         os.environ["RAYON_NUM_THREADS"] = str(workers)
     corpus = _corpus(options)
 
@@ -73,8 +73,8 @@ def run(words: Sequence[str]) -> str:
     files = TokenizerFiles(kind, options.vocab_file, options.merge_file)
     if options.vocab_size and not files.trained:
         raise UserError(
-            f"--vocab-size: is for a tokenizer that is trained here, {kind} has its own "
-            "- leave it out"
+            f"--vocab-size: is for training a tokenizer, but {kind} already has a vocabulary -"
+            " remove it"
         )
     return prepare(
         corpus,
@@ -88,21 +88,21 @@ def run(words: Sequence[str]) -> str:
 
 
 def _corpus(options: argparse.Namespace) -> Corpus:
-    """What is to be prepared. UserError for options that are not for it."""
+    """The corpus to prepare. UserError for options that don't apply to it."""
     if bool(options.corpus) == bool(options.input):
         raise UserError(
-            "prepare_data.py: what is to be prepared? - name a corpus (--list shows them), or give "
-            "--input FILE --name NAME"
+            "prepare_data.py: there is nothing to prepare - name a corpus (--list shows them), or"
+            " give --input FILE --name NAME"
         )
-    kind = "a corpus that is known by name"
+    kind = "a named corpus"
     if options.input:
         kind = "--input"
     elif options.corpus.startswith(HUB):
-        kind = "a data set of the hub"
+        kind = "a data set on the hub"
     for name in NOT_FOR[kind]:
         if getattr(options, name) is not None:
-            raise UserError(f"--{name.replace('_', '-')}: is not for {kind} - leave it out")
-    if kind == "a corpus that is known by name":
+            raise UserError(f"--{name.replace('_', '-')}: cannot be used for {kind} - remove it")
+    if kind == "a named corpus":
         return named(
             options.corpus,
             options.data_dir,
@@ -113,7 +113,7 @@ def _corpus(options: argparse.Namespace) -> Corpus:
     name = options.name or dataset.rpartition("/")[2]
     if not re.fullmatch(r"[\w.-]*\w[\w.-]*", name):
         raise UserError(
-            f"--name: '{name}' cannot be a folder's name - give the corpus a name of letters,"
+            f"--name: '{name}' cannot be a folder name - give the corpus a name of letters,"
             " digits, '_', '-' and '.', such as --name mytext"
         )
     keys = options.text_key or ["text"]
@@ -136,29 +136,29 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "corpus",
         nargs="?",
-        help=f"a corpus known by name: {', '.join(corpus_names())}; or hf:OWNER/NAME, a data set of"
-        " the hub as a stream",
+        help=f"a named corpus: {', '.join(corpus_names())}; or hf:OWNER/NAME, a data set on the"
+        " hub, read as a stream",
     )
-    add("--list", action="store_true", help="show the corpora and their sources, and the tasks")
+    add("--list", action="store_true", help="list the corpora with their sources, and the tasks")
     add(
         "-d",
         "--data-dir",
         type=Path,
         default=Path("data"),
         metavar="DIR",
-        help="folder of the data (default: data); downloads are kept in DIR/download",
+        help="folder for the data (default: data); downloads are kept in DIR/download",
     )
     add(
         "--from-dir",
         type=Path,
         metavar="DIR",
-        help="take the corpus from files in this folder, and download nothing",
+        help="use files in this folder, and download nothing",
     )
     add(
         "--documents",
         type=int,
         metavar="N",
-        help="take the first N documents, and download no more files than they need",
+        help="use the first N documents, and download no more files than they need",
     )
     add("--split", help="hf: which split (default: train)")
     add("--config", help="hf: which configuration of the data set")
@@ -168,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
         type="path",
         nargs="+",
         metavar="FILE",
-        help=f"your own text, or folders of it: {', '.join(READERS)}; other UTF-8 files are one"
+        help=f"your own text files or folders: {', '.join(READERS)}; other UTF-8 files are one"
         " document each",
     )
     add("--name", help="name of your own corpus")
@@ -177,8 +177,8 @@ def _parser() -> argparse.ArgumentParser:
         "--jsonl-keys",
         action="append",
         metavar="KEY",
-        help="key of the text in JSON and tables (default: text), meta.text inside an object; given"
-        " several times: the first key that an entry has",
+        help="key of the text in JSON and tables (default: text), or meta.text inside an object;"
+        " may be repeated: the first key that an entry has is used",
     )
     add("-t", "--tokenizer-type", metavar="TYPE", help=f"one of {', '.join(KINDS)}")
     add(
@@ -191,21 +191,21 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--vocab-size",
         type=int,
-        help=f"entries of the BPE that is trained if no file is given (default: {VOCAB_SIZE})",
+        help=f"if no file is given, train a BPE with this many entries (default: {VOCAB_SIZE})",
     )
     add(
         "--append-eod",
         action="store_true",
-        help="accepted as in GPT-NeoX: an end token is always written",
+        help="accepted for GPT-NeoX's command lines: an end token is always written",
     )
-    add("--workers", type=int, help="processes that encode (default: one for each core)")
+    add("--workers", type=int, help="number of processes that encode (default: one per core)")
     add(
         "--verify",
         type="path",
         metavar="PREFIX",
-        help="only compare these token files with their sha256 and their vocabulary",
+        help="only check these token files against their sha256 and vocabulary",
     )
-    add("--overwrite", action="store_true", help="replace an earlier corpus of this name")
+    add("--overwrite", action="store_true", help="replace an existing corpus with this name")
     return parser
 
 

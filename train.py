@@ -4,7 +4,7 @@ python deepy.py train.py configs/mep.yml [more.yml …] [key=value …]
 torchrun --nproc-per-node 2 train.py configs/mep.yml
 python train.py configs/mep.yml
 
-train_iters=0 measures the checkpoint in load, with as many windows as KERPLE's validation.
+train_iters=0 only measures the checkpoint in load, with as many windows as KERPLE's validation.
 """
 
 import argparse

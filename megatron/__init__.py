@@ -6,7 +6,7 @@ from pkgutil import extend_path
 # Beside ours there may be megatron.core, of a package or a clone whose folder has no __init__.py.
 __path__ = extend_path(__path__, __name__)
 
-# Threads that wait for each other sleep instead of spinning. Beside other programs a spinning
-# thread holds the core that its partner needs: steps took 30 times as long (docs/performance.md).
-# OpenMP reads the variable when torch is loaded, so it is set before that; the user's value stays.
+# Threads that wait for each other sleep instead of spinning. If other programs run, a spinning
+# thread blocks the core that its partner needs: steps took 30 times as long (docs/performance.md).
+# OpenMP reads the variable when torch is loaded, so we set it before; the user's value is kept.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

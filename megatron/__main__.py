@@ -18,12 +18,12 @@ GROUPS = {
 
 
 def main() -> None:
-    """Become the script that the command line names, or list the scripts."""
+    """Become the script that the command line names, or list all scripts."""
     paths = [*ROOT.glob("*.py"), *ROOT.glob("tools/*.py")]
     scripts = {path.stem.replace("_", "-"): path for path in paths}
     if "train" not in scripts:
         sys.exit(
-            "megatron: the commands are scripts of the project's folder - run"
+            "megatron: the commands are scripts in the project's folder - run"
             " pip install -e '.[train]' there"
         )
     words = sys.argv[1:]
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def overview(scripts: dict[str, Path]) -> str:
-    """All commands by what people do, each with the first line of its script."""
+    """All commands, grouped by purpose, each with the first line of its script."""
     lines = ["usage: megatron COMMAND …    (megatron COMMAND --help shows its options)"]
     for group, names in GROUPS.items():
         lines += ["", group]

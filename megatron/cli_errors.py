@@ -28,7 +28,7 @@ from megatron.errors import (
 )
 from megatron.files import expanded
 
-HEAD_START = 5  # seconds in which the first process may report a fault that all have
+HEAD_START = 5  # seconds for the first process to report a fault that all processes have
 FAILED = 1
 INTERRUPTED = 130  # the shell's exit status after ctrl-C
 READER_HAS_GONE = 141  # the shell's exit status of a program before `| head`
@@ -53,13 +53,13 @@ ENDED = {
     "--part": "give groups of files with --input and --name, and merge their token files",
     "--bits-per-byte": "use tools/show_results.py --bits-per-byte",
 }
-"""Options and choices that have ended, and what to use instead."""
+"""Options and choices that no longer exist, and what to use instead."""
 
 Words = ParamSpec("Words")
 
 
 def purpose(script: Path) -> str:
-    """What a command does: the first line of its script."""
+    """A command's summary: the first line of its script."""
     module = ast.parse(script.read_text(encoding="utf-8"))
     first_line, *_ = (ast.get_docstring(module) or "").splitlines()
     return first_line
@@ -76,10 +76,10 @@ def guarded(main: Callable[Words, int | None]) -> Callable[Words, int]:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that takes --head_dim for --head-dim, and suggests an option or a choice.
+    """A parser that accepts --head_dim for --head-dim, and suggests options and choices.
 
-    It replaces ~ and $NAME in values of the type Path, and of "path", which are text. A shell does
-    so only where they begin a word without quotes.
+    It expands ~ and $NAME in values of type Path and "path" (which stay text). A shell only does so
+    at the start of a word without quotes.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -100,12 +100,12 @@ class CommandParser(argparse.ArgumentParser):
         super().error(self.hinted(message))
 
     def hinted(self, message: str) -> str:
-        """A message of argparse, with the option or choice that was meant, if one is close."""
+        """A message of argparse, with the option or choice that was probably meant."""
         wrong = WRONG.search(message)
         if wrong is None:
             return message
         if wrong[1] in ENDED:
-            return f"{message}; it has ended: {ENDED[wrong[1]]}"
+            return f"{message}; it no longer exists: {ENDED[wrong[1]]}"
         choices = message.partition("choose from")[2] or self.format_usage()
         names = re.findall(r"-*\w[\w.-]*", choices)
         longer = [name for name in names if name.startswith(wrong[1])]
@@ -114,7 +114,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _dashed(words: Sequence[str] | None) -> list[str]:
-    """Words of a command line with `-` for each `_` in the names of options."""
+    """The words of a command line, with `-` instead of `_` in the names of options."""
     words = sys.argv[1:] if words is None else words
     return [re.sub(r"^--[\w-]+", lambda name: name[0].replace("_", "-"), word) for word in words]
 
@@ -127,18 +127,18 @@ def _path(text: str) -> str:
 
 
 def command_parser(text: str | None) -> CommandParser:
-    """A parser for the words of a command, whose help has this text as it stands in the file."""
+    """A parser for a command, whose help shows this text unchanged."""
     return CommandParser(description=text)
 
 
 def status_of(command: Callable[[], int | None]) -> int:
-    """The exit status of a command; what it raises becomes one message on stderr and a status.
+    """The exit status of a command; an exception becomes one message on stderr and a status.
 
-    UserError and faults of disks and memory say what to do. Any other exception is a fault of this
-    project and has its traceback. SystemExit passes.
+    UserError and faults of disks and memory say what to do. Any other exception is our fault and
+    prints its traceback. SystemExit passes through.
     """
     if sys.__stderr__ is not None and not faulthandler.is_enabled():
-        # A crash in compiled code, and SIGUSR2 at any time, print what every thread is doing.
+        # A crash in compiled code, or SIGUSR2 at any time, prints the stack of every thread.
         faulthandler.enable(sys.__stderr__)
         faulthandler.register(signal.SIGUSR2, sys.__stderr__)
     try:
@@ -151,14 +151,14 @@ def status_of(command: Callable[[], int | None]) -> int:
     except Exception as fault:
         try:
             print(end="", flush=True)
-        except OSError:  # output that cannot be written: Python would try again at its very end
+        except OSError:  # output that cannot be written: Python would try again at exit
             sys.stdout = None
         if isinstance(fault, BrokenPipeError) and fault.filename is None:
             return READER_HAS_GONE
         text = explained(fault)
         if text is None:
             code = f"commit {commit() or 'unknown'}, python {sys.version.split()[0]}"
-            lines = traceback.format_exception(fault)  # its last line is what a sweep shows
+            lines = traceback.format_exception(fault)  # a sweep shows the last line
             text = f"internal error ({code})\n{''.join(lines).strip()}"
         rank = os.environ.get("RANK", "0")
         if rank != "0":
@@ -169,7 +169,7 @@ def status_of(command: Callable[[], int | None]) -> int:
 
 
 def explained(fault: Exception) -> str | None:
-    """The message for a fault of the user, a disk or the memory; None for a fault of ours."""
+    """The message for a fault of the user, a disk or memory; None for our own fault."""
     command = Path(sys.argv[0]).name
     reason = in_words(fault)
     torch = sys.modules.get("torch")  # if it was not imported, it raised nothing
@@ -177,16 +177,16 @@ def explained(fault: Exception) -> str | None:
         return str(fault)
     if torch is not None and isinstance(fault, torch.OutOfMemoryError):
         return (
-            f"{command}: the GPU's memory does not suffice ({reason}) - lower"
+            f"{command}: the GPU is out of memory ({reason}) - lower"
             " train_micro_batch_size_per_gpu or seq_length in training, eval_batch_tokens or the"
-            " lengths in evaluation, or give the GPU to this process alone"
+            " lengths in evaluation, or let no other process use this GPU"
         )
     if isinstance(fault, MemoryError) or "DefaultCPUAllocator" in str(fault):
         return (
-            f"{command}: the machine's memory does not suffice ({reason}) - lower the"
-            " sizes that are configured or num_workers, or end other programs"
+            f"{command}: the machine is out of memory ({reason}) - lower the configured sizes or"
+            " num_workers, or end other programs"
         )
-    positions = sys.modules.get("megatron.positions")  # if not imported, no file of a user was run
+    positions = sys.modules.get("megatron.positions")  # if not imported, no user's file was run
     in_file_of_user = fault_in(positions.FILES.values(), fault) if positions else None
     if in_file_of_user:
         return f"pos_emb_file: {in_file_of_user}"
@@ -198,6 +198,6 @@ def explained(fault: Exception) -> str | None:
 
 
 def print_line(text: str) -> None:
-    """Print to stderr, if there is one; names in the text cannot control the terminal."""
+    """Print to stderr, if it exists; control characters in the text are escaped."""
     with suppress(OSError):  # closed, full, or without a reader: the exit status still tells
         print(visible(text), file=sys.stderr, flush=True)

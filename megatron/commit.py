@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def commit() -> str | None:
-    """The commit of the code that runs, with "+" where files were changed; None outside git."""
+    """The commit of the running code, with "+" if files were changed; None outside git."""
     folder = Path(__file__).parent
     try:
         ask = ["git", "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"]

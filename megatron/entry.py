@@ -1,4 +1,4 @@
-"""Shared by entry scripts: `FILE… key=value… [options]`, one message per fault, notes once."""
+"""Shared by the entry scripts: `FILE… key=value… [options]`, one message per fault, notes once."""
 
 import argparse
 import atexit
@@ -22,7 +22,7 @@ from megatron.parallel.threads import flush_denormals
 
 KEYS_ARE = "Keys of the configuration: see configs/README.md"
 NO_EFFECT = ": accepted, has no effect here: "
-FEW = 3  # notes about keys without effect that are printed in full
+FEW = 3  # how many notes about keys without effect are printed in full
 
 
 def run(
@@ -36,11 +36,11 @@ def run(
     """Parse, load the configuration, call main(config, options) and exit with what it returns.
 
     --help shows the docstring of main's file.
-    purpose: "train" or "evaluate", which need more keys than a model does
+    purpose: "train" or "evaluate", which need more keys than a model
     options: adds the script's own arguments
-    config_needed: False: main gets None if neither a file nor key=value is given
-    argv: the command line's words if not given
-    Any fault is printed as one message and exits with status 1; see cli_errors.status_of.
+    config_needed: False: without files and key=value words, main gets None
+    argv: defaults to the command line
+    A fault prints one message and exits with status 1; see cli_errors.status_of.
     """
     start_logging()
     flush_denormals()
@@ -48,7 +48,7 @@ def run(
     words_help = "YAML files, merged in order, then settings"
     parser.add_argument("words", nargs="*", metavar="FILE | key=value", help=words_help)
     add_conf_dir(parser)
-    # Launchers give this option; the environment has the number too.
+    # Launchers pass this option, but the environment has the number too.
     parser.add_argument("--local-rank", help=argparse.SUPPRESS)
     if options:
         options(parser)
@@ -71,8 +71,8 @@ def run(
         status = ended.code
     several = os.environ.get("WORLD_SIZE", "1") != "1"
     if several and not torch.cuda.is_available():
-        # In the interpreter's last part gloo's threads abort while DeepSpeed holds their group
-        # (see left_at_the_end). Functions that are registered to run at the end have run.
+        # While the interpreter shuts down, gloo's threads abort if DeepSpeed still holds their
+        # group (see left_at_the_end). Functions registered with atexit have already run.
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
@@ -89,14 +89,15 @@ def add_conf_dir(parser: argparse.ArgumentParser) -> None:
 
 
 def split_words(words: Sequence[str], folder: str | None = None) -> tuple[list[str], list[str]]:
-    """Words of the command line -> (files in `folder`, overrides)."""
+    """Split command line words into (files in `folder`, overrides)."""
     files = [str(Path(folder or "") / expanded(word)) for word in words if not is_override(word)]
     overrides = [word for word in words if is_override(word)]
     return files, overrides
 
 
 def settings_first(words: Sequence[str]) -> list[str]:
-    """Words with `key=value` before all others: `--lengths 512 1024 seed=1` is no third length.
+    """Move `key=value` words to the front, so that in `--lengths 512 1024 seed=1` the last word is
+    not a length.
 
     The word after an option such as `--text` stays with it.
     """
@@ -116,16 +117,16 @@ def load_configuration(
     *,
     needed: bool = True,
 ) -> Config | None:
-    """The merged configuration, with the keys that a purpose needs.
+    """The merged configuration; checks the keys that a purpose needs.
 
-    A checkpoint in the options that is not one of ours is imported, and the option names the new
-    one. Settings without a file are laid over its configuration. With a checkpoint a purpose needs
-    no keys.
-    needed: False: None if neither a file nor key=value is given
+    If the checkpoint in the options is not one of ours, it is imported, and the option then names
+    the imported one. Settings without a file change its configuration. With a checkpoint, a purpose
+    needs no keys.
+    needed: False: return None without files and key=value words
     """
     checkpoint = getattr(options, "checkpoint", None)
     if checkpoint:
-        from megatron.interop.importing import import_if_foreign  # only here: it needs the model
+        from megatron.interop.importing import import_if_foreign  # here, as it needs the model
 
         checkpoint = options.checkpoint = str(import_if_foreign(checkpoint))
     if not (files or overrides or needed):
@@ -141,7 +142,7 @@ def load_configuration(
 
 
 def print_notes(notes: Sequence[str]) -> None:
-    """Print notes to stderr, by the first process alone."""
+    """Print notes to stderr; only the first process prints."""
     if not _is_first():
         return
     without_effect = [note.split(":")[0] for note in notes if NO_EFFECT in note]
@@ -158,14 +159,14 @@ def _is_first() -> bool:
 
 
 class _Visible(logging.Formatter):
-    """The message alone; names in it cannot control the terminal."""
+    """Only the message; control characters in it are escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
 
 
 def start_logging() -> None:
-    """Messages of the package go to stderr, from the first process only."""
+    """Send the package's messages to stderr, only from the first process."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Visible("%(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)

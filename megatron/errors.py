@@ -1,4 +1,4 @@
-"""The error that a user can cause and mend, what to do about a disk's, and names nearly right."""
+"""The error for mistakes that users can fix, advice for disk faults, and suggestions for names."""
 
 import difflib
 import errno
@@ -17,7 +17,7 @@ CURES = {
     errno.EROFS: RIGHTS,
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
 }
-"""Cures of faults of disks and paths, by errno."""
+"""Advice for faults of disks and paths, by errno."""
 OF_TRAIN = {
     "datasets",
     "deepspeed",
@@ -34,21 +34,21 @@ OF_TRAIN = {
     "wandb",
     "zstandard",
 }
-"""What we import and `pip install .` does not install: pyproject.toml's extra `train`."""
+"""Packages that we import but `pip install .` does not install: pyproject.toml's extra `train`."""
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that tell a terminal what to do, turn a line around, or cannot be printed."""
+"""Characters that control a terminal, reverse a line, or cannot be printed."""
 
 
 class UserError(ValueError):
-    """A fault in what the user gave.
+    """A fault in the user's input.
 
-    Entries print it as one message, without a traceback, and exit with status 1.
-    The text says where, what, and how to fix it.
+    Entry scripts print it as one message, without a traceback, and exit with status 1. The text
+    says where the fault is, what is wrong, and how to fix it.
     """
 
 
 def missing_package(fault: BaseException) -> str | None:
-    """What is not installed, and what installs it; None for another fault."""
+    """Which package is missing and how to install it; None for another fault."""
     if not isinstance(fault, ModuleNotFoundError):
         return None
     package = str(fault.name).partition(".")[0]
@@ -58,20 +58,20 @@ def missing_package(fault: BaseException) -> str | None:
 
 
 def cure(fault: Exception) -> str:
-    """What to do about a fault of a disk or a path."""
+    """Advice for a fault of a disk or a path."""
     return CURES.get(getattr(fault, "errno", None) or 0, "check the path, or choose another place")
 
 
 def cannot_write(place: str | Path, fault: Exception) -> UserError:
-    """The error that names what cannot be written, why, and what to do.
+    """The error that says what cannot be written, why, and what to do.
 
-    place: the file or folder, after its key or option: `save: runs/mep`
+    place: the key or option with its file or folder: `save: runs/mep`
     """
     return UserError(f"{place}: cannot be written ({in_words(fault)}) - {cure(fault)}")
 
 
 def in_words(fault: Exception) -> str:
-    """A fault of a library or of the system in one line, for a warning."""
+    """A fault of a library or of the system on one line, for a warning."""
     if isinstance(fault, OSError) and fault.strerror:
         return fault.strerror
     if type(fault).__name__ == "ValidationError":  # pydantic's, which an exported model may lack
@@ -92,9 +92,9 @@ def fault_in(files: Collection[str], fault: BaseException) -> str | None:
 
 
 def visible(text: str) -> str:
-    """The text with its control characters written out as \\x1b, without those that end lines.
+    """The text with control characters written as \\x1b, except those that end lines.
 
-    A name of a file from elsewhere must not colour, clear or rewrite the screen.
+    A file name from elsewhere must not colour, clear or rewrite the screen.
     """
     return CONTROL.sub(
         lambda match: match[0] if match[0] in "\n\t" else ascii(match[0])[1:-1], text
@@ -113,24 +113,24 @@ def texts_in(value: object) -> Iterator[str]:
 
 
 def control_fault(value: object) -> str | None:
-    """The fault of nested values of which a text has a control character: no row takes it."""
+    """The fault of nested values if a text has a control character, which rows cannot store."""
     for text in texts_in(value):
         if CONTROL.search(text):
             return (
-                f"{ascii(text)[:80]} has a control character, with which no row of results can be"
-                " read - leave it out"
+                f"{ascii(text)[:80]} has a control character, which result rows cannot contain -"
+                " remove it"
             )
     return None
 
 
 def closest(name: str, names: Iterable[str]) -> str | None:
-    """The one of `names` that is spelled most like `name`, whatever the case; None if none is."""
+    """The name in `names` that is most similar to `name`, ignoring case; None if none is."""
     by_lower_case = {spelling.lower(): spelling for spelling in names}
     matches = difflib.get_close_matches(name.lower(), list(by_lower_case), n=1)
     return by_lower_case[matches[0]] if matches else None
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """`did you mean X?`, with the name that is spelled most like `name`; empty if none is close."""
+    """`did you mean X?` with the most similar name; empty if none is similar."""
     match = closest(name, names)
     return f"did you mean {match}?" if match else ""

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all: written beside their place, synced to disk, renamed."""
+"""Files that appear whole or not at all: written next to their place, synced to disk, renamed."""
 
 import errno
 import glob
@@ -16,7 +16,7 @@ from megatron.errors import UserError
 ROOT = Path(__file__).resolve().parents[1]  # the project's folder: entry scripts, configs, tools
 VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)", re.ASCII)  # as os.path.expandvars reads it
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-MARKED = 1 << 26  # bytes of an earlier output in which its mark stands
+MARKED = 1 << 26  # bytes at the start of an output that include its mark
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     except OSError as fault:
         if fault.errno in FULL and fault.filename is None:
-            fault.filename = str(path)  # the system does not name the file of a full disk
+            fault.filename = str(path)  # the system doesn't name the file if the disk is full
         raise
     finally:
         temporary.unlink(missing_ok=True)
@@ -41,10 +41,10 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_write_all(*paths: Path) -> Iterator[list[Path]]:
-    """Temporary files, one for each path, that take their places when the `with` block ends well.
+    """Temporary files, one for each path, that replace the paths when the `with` block succeeds.
 
-    The last path says that the set is whole: it is removed first and comes back at the end, so a
-    reader that needs it never meets old and new files mixed. A path for which the block wrote
+    The last path shows that the set is complete: it is removed first and written last, so a reader
+    that needs it never sees a mixture of old and new files. A path for which the block wrote
     nothing is removed.
     """
     temporaries = [_temporary(path) for path in paths]
@@ -68,7 +68,7 @@ def atomic_write_all(*paths: Path) -> Iterator[list[Path]]:
 def folder_beside(path: Path) -> Iterator[Path]:
     """A temporary folder that is renamed to `path` when the block ends well.
 
-    Raises OSError if another process has put a folder there meanwhile; that one stays.
+    Raises OSError if another process has put a folder there meanwhile, which is kept.
     """
     temporary = _temporary(path)
     temporary.mkdir()
@@ -90,7 +90,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def expanded(path: str) -> str:
-    """A path of the user's with the home folder for `~` and values for `$NAME`, as in a shell.
+    """A user's path with `~` and `$NAME` expanded as in a shell.
 
     Raises UserError if there is no such user or variable.
     """
@@ -103,15 +103,15 @@ def expanded(path: str) -> str:
     if path.startswith("~") and text == path:
         home, _, _ = path.partition("/")
         raise UserError(
-            f"{path}: there is no user {home[1:]} - for a file of this name write ./{path}"
+            f"{path}: there is no user {home[1:]} - for a file with this name write ./{path}"
         )
     return os.path.expandvars(text)
 
 
 def check_output(path: Path, mark: bytes | None = None) -> None:
-    """Raises UserError or OSError if an output could not be written, or must not be replaced.
+    """Raises UserError or OSError if an output cannot be written or must not be replaced.
 
-    mark: what every earlier output of this kind has in it; without one, no file is replaced
+    mark: text that every output of this kind contains; without it, no file is replaced
     """
     if is_device(path):
         return
@@ -125,16 +125,16 @@ def check_output(path: Path, mark: bytes | None = None) -> None:
         content = file.read(MARKED)
     if content and (mark is None or mark not in content):
         raise UserError(
-            f"--output: {path} exists and is no output that may be replaced - choose another"
+            f"--output: {path} exists and is not an earlier output of this command - choose another"
             " name, or remove it"
         )
 
 
 def write_output(path: Path, content: bytes | Iterable[bytes], mark: bytes | None = None) -> None:
-    """Write an output where a user wants it: a new file, or one with the mark is replaced.
+    """Write an output to a user's path: a new file, or it replaces a file with the mark.
 
-    content: whole, or in pieces, each of which is written before the next is asked for. A device or
-    a pipe is written through. Raises what `check_output` does.
+    content: whole, or in pieces, each of which is written before the next is requested. A device or
+        a pipe is written directly. Raises the same errors as `check_output`.
     """
     check_output(path, mark)
     pieces = [content] if isinstance(content, bytes) else content
@@ -147,15 +147,15 @@ def write_output(path: Path, content: bytes | Iterable[bytes], mark: bytes | Non
 
 
 def is_device(path: Path) -> bool:
-    """Whether an output is a device or a pipe, which no file may replace."""
+    """Whether an output is a device or a pipe, which must not be replaced by a file."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
-# --- Reading, and what was left ---
+# --- Reading, and cleaning up ---
 
 
 def read_small(path: Path, most: int) -> bytes:
-    """The contents of a regular file that may come from anywhere.
+    """The contents of a regular file from an untrusted source.
 
     Raises OSError if it cannot be read, is a pipe or a device, which may never end, or has more
     than `most` bytes.
@@ -171,17 +171,17 @@ def read_small(path: Path, most: int) -> bytes:
 def check_regular(path: Path) -> None:
     """Raises OSError for a pipe or a device, which may never end, and for a folder."""
     if os.path.exists(path) and not os.path.isfile(path):
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
 def sync(path: Path) -> None:
-    """Wait until a file is on the disk: a rename must not overtake the contents."""
+    """Wait until a file is on disk, because a rename must not come before the contents."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def place_of(prefix: str) -> str:
-    """Where the tokens of a prefix lie, the same for two spellings and for links."""
+    """The real path of a token file prefix, the same for different spellings and links."""
     return os.path.realpath(f"{prefix}.bin")
 
 
@@ -197,18 +197,18 @@ def sha256_of(path: Path) -> str:
 
 
 def umask() -> int:
-    """The rights that new files of this process do not get."""
+    """The permissions that new files of this process don't get."""
     mask = os.umask(0o022)
     os.umask(mask)
     return mask
 
 
 def remove_stale_temp_files(folder: Path, name: str = "*") -> None:
-    """Remove from a folder what dead processes of this machine were writing there.
+    """Remove temporary files of dead processes of this machine from a folder.
 
-    name: only what was to become this file or folder
+    name: only those that were to become this file or folder
     """
-    import psutil  # the benchmarks write where it is missing
+    import psutil  # benchmarks write where it is missing
 
     for path in folder.glob(f".{name}.*.{_host()}.tmp"):
         process = path.name.split(".")[-3]
@@ -218,7 +218,7 @@ def remove_stale_temp_files(folder: Path, name: str = "*") -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file, or a folder with all that is in it; a link is deleted, not what it names."""
+    """Delete a file, or a folder with its contents; of a link only the link is deleted."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -226,7 +226,8 @@ def remove(path: Path) -> None:
 
 
 def _temporary(path: Path) -> Path:
-    """The place beside `path` where this process may write, after what dead ones left there."""
+    """The temporary path next to `path` for this process, after removing leftovers of dead
+    processes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_stale_temp_files(path.parent, glob.escape(path.name))
     return path.with_name(f".{path.name}.{os.getpid()}.{_host()}.tmp")
@@ -237,7 +238,7 @@ def _host() -> str:
 
 
 def in_bytes(count: float) -> str:
-    """A number of bytes for people: 1.5 GB, in powers of 1000."""
+    """A readable number of bytes: 1.5 GB, in powers of 1000."""
     for unit in ("bytes", "KB", "MB", "GB", "TB"):
         if count < 999.5 or unit == "TB":
             break

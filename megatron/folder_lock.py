@@ -1,6 +1,6 @@
-"""One owner at a time for a folder or a file that is written.
+"""A lock: a folder or file that is written has one owner at a time.
 
-The kernel's lock ends with its process, however that ends, so a killed process blocks nobody.
+The kernel releases the lock when the process ends, so a killed process blocks nobody.
 """
 
 from collections.abc import Iterator
@@ -14,18 +14,18 @@ from megatron.files import is_device, remove_stale_temp_files
 
 
 def owned_folder(folder: Path, key: str) -> AbstractContextManager[None]:
-    """Own a folder until the block ends; it is made if it does not exist.
+    """Own a folder until the block ends; it is created if it doesn't exist.
 
-    key: what the user calls the folder, for messages
+    key: the user's name for the folder, for messages
     Raises UserError if another process owns it, or if it cannot be written.
     """
     return _owned(folder, folder / ".owner", key)
 
 
 def owned_file(path: Path, key: str) -> AbstractContextManager[None]:
-    """Own a file that is written until the block ends, as `owned_folder` does.
+    """Own a file until the block ends, like `owned_folder`.
 
-    A device or a pipe has no owner.
+    Devices and pipes are not locked.
     """
     if is_device(path):
         return nullcontext()
@@ -36,15 +36,15 @@ def owned_file(path: Path, key: str) -> AbstractContextManager[None]:
 def _owned(path: Path, file: Path, key: str) -> Iterator[None]:
     folder = file.parent
     new_folders = [place for place in (folder, *folder.parents) if not place.exists()]
-    # A killed owner's child, such as git, may hold its copy of the lock for a moment.
+    # A child of a killed owner, such as git, may keep a copy of the lock for a moment.
     lock = FileLock(file, timeout=0.5, mode=0o666)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
         raise UserError(
-            f"{key}: {path} is in use by another process - wait until it has ended, end it, or"
-            " choose another place"
+            f"{key}: {path} is in use by another process - wait until it ends, end it, or choose"
+            " another place"
         ) from None
     except OSError as fault:
         raise cannot_write(f"{key}: {path}", fault) from None
@@ -52,7 +52,7 @@ def _owned(path: Path, file: Path, key: str) -> Iterator[None]:
         remove_stale_temp_files(folder)
         yield
     finally:
-        file.unlink(missing_ok=True)  # first: who locks it now notices that it is not in place
+        file.unlink(missing_ok=True)  # first: who locks it now notices that it is gone
         lock.release()
         for folder in new_folders:
             with suppress(OSError):  # not empty if all went well

@@ -21,14 +21,14 @@ def continuation(
     top_p: float | None = None,
     seed: int = 0,
 ) -> str:
-    """What a model writes behind a prompt, up to the end of a document.
+    """A model's continuation of a prompt, up to the end of a document.
 
-    temperature: divides the logits; 0 takes the likeliest token each time
-    top_k, top_p: draw among so many of the likeliest tokens, or among those that together have
-        this probability
+    temperature: divides the logits; 0 always takes the likeliest token
+    top_k, top_p: sample from this many likeliest tokens, or from those that together have this
+        probability
 
-    Raises UserError for settings that transformers refuses, for a tokenizer of more tokens than the
-    model has and for a text that is too long for it.
+    Raises UserError for settings that transformers rejects, for a tokenizer with more tokens than
+    the model, and for a text that is too long for the model.
     """
     ids = prompt_ids(model, tokenizer, prompt)
     settings = {"max_new_tokens": max_new_tokens, "temperature": temperature}
@@ -38,11 +38,11 @@ def continuation(
 
 
 def prompt_ids(model: GPT, tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The tokens of a prompt, behind the one with which the model's texts begin."""
+    """The tokens of a prompt, after the token with which the model's texts begin."""
     ids = list(tokenizer.encode(prompt))
     if model.begin_of_text is not None:
         return [model.begin_of_text, *ids]
-    # A model has learned what begins a text only behind the end of another one.
+    # In training, a text only began after the end of another one.
     return ids or [tokenizer.eod]
 
 
@@ -62,16 +62,16 @@ def generated(
 ) -> list[list[int]]:
     """The new tokens of each sample, up to the end of the document or, with ignore_eod, beyond.
 
-    settings: others of transformers' GenerationConfig, such as min_p
+    settings: other settings of transformers' GenerationConfig, such as min_p
     """
     from transformers import GenerationConfig  # importing it takes seconds
 
     if tokenizer.vocab_size > model.vocab:
         raise UserError(
-            f"tokenizer: has {tokenizer.vocab_size} tokens and the model {model.vocab} - give the"
-            " tokenizer that the model learned with"
+            f"tokenizer: has {tokenizer.vocab_size} tokens, but the model has {model.vocab} - use"
+            " the tokenizer that the model was trained with"
         )
-    longest = len(ids) + max_new_tokens - 1  # the last token is chosen and not read
+    longest = len(ids) + max_new_tokens - 1  # the last new token is never an input
     try:
         model.check_length(longest)
     except UserError as fault:
@@ -110,7 +110,7 @@ def generated(
 
 
 def as_transformers(model: GPT) -> Any:
-    """The model, with the same weights in memory, behind the interface of transformers' models."""
+    """The model with the interface of transformers' models; it shares the weights in memory."""
     from transformers import initialization
 
     from megatron.interop.modeling_positions_gpt import (

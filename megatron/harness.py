@@ -1,4 +1,5 @@
-"""Tasks of lm-evaluation-harness on a checkpoint, by its own class for models of transformers."""
+"""Tasks of lm-evaluation-harness on a checkpoint, with the harness's class for transformers
+models."""
 
 import json
 from collections.abc import Sequence
@@ -30,16 +31,16 @@ def evaluate_tasks(
     limit: int | None = None,
     shots: int | None = None,
 ) -> tuple[str, Path]:
-    """Ask tasks of the harness at every length, with every variant of attention.
+    """Run tasks of the harness at every length, with every variant of attention.
 
     names: of tasks, groups or tags; limit: documents of each task at most
-    shots: examples in each prompt; None: what the task says
+    shots: examples in each prompt; None: as the task says
     options: checkpoint, step, lengths, output, dtype and variants, as in an evaluation; lengths:
-        tokens that the model sees at most, the training's if none is given
+        most tokens that the model sees, by default the training length
 
-    Returns the harness's tables, and the JSON lines that were written: for each variant and length
-    the harness's own results with the facts of the checkpoint.
-    Raises UserError for what cannot be asked or written.
+    Returns the harness's tables, and the JSON lines that were written: for each variant and length,
+    the harness's results with the facts of the checkpoint. Raises UserError if something cannot be
+    run or written.
     """
     try:
         from lm_eval.evaluator import simple_evaluate
@@ -69,7 +70,7 @@ def evaluate_tasks(
     trained.to(device, options.dtype)
     use_threads(count_parameters(model), device)
     if not isinstance(tokenizer, Subwords):
-        raise UserError(f"--tasks: {tokenizer.name} has no tokenizer.json, which tasks need")
+        raise UserError(f"--tasks: need a tokenizer.json, which {tokenizer.name} does not have")
     theirs = transformers_tokenizer(tokenizer, trained.tokenizer)
 
     tables = []
@@ -85,7 +86,7 @@ def evaluate_tasks(
         except Exception as fault:  # whatever a task's code or the hub's library raises
             raise UserError(
                 f"--tasks: {', '.join(names)}: {type(fault).__name__}: {in_words(fault)} - `lm-eval"
-                " ls tasks` lists the tasks; their data are downloaded once, with a network"
+                " ls tasks` lists the tasks; their data is downloaded once, which needs a network"
             ) from fault
         facts = {"protocol": "tasks", **trained.facts(attention), **trained.begin_of_text}
         numbers = {key: results[key] for key in ("results", "n-shot", "n-samples", "versions")}

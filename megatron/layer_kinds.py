@@ -1,4 +1,4 @@
-"""Kinds of layers by their names in the YAML key `layers`, and packages that bring more of them."""
+"""Kinds of layers by their names in the YAML key `layers`, and packages that add more."""
 
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
@@ -11,18 +11,18 @@ from megatron.errors import UserError, did_you_mean
 
 ATTENTION = "attention"
 LAYERS: dict[str, type["Layer"]] = {}
-"""Every kind that was imported, by its name."""
+"""All imported kinds, by name."""
 
 
 class Layer(nn.Module):
-    """What stands in a block in the place of attention.
+    """The module of a block that may replace attention.
 
     It is called with x [batch, length, hidden] and `LayerInputs`, and returns the same, or the last
     tokens of it. `model` is always the section `model` of a configuration, or the `Architecture`
     that has the same names.
 
-    has_encoding: whether the layer has an encoding and a window; then it is an `Attention`
-    options: keys of YAML that it takes beside those of every model, and their types;
+    has_encoding: whether the layer has an encoding and a window; if so, it is an `Attention`
+    options: YAML keys that it accepts in addition to those of every model, with their types;
         `model.layer_args` has those that are set
     """
 
@@ -31,16 +31,16 @@ class Layer(nn.Module):
 
     @classmethod
     def sizes(cls, model: Any) -> dict[str, Any]:
-        """All its options, also where they are not set; UserError if they do not fit."""
+        """All its options, including unset ones; UserError if they don't fit."""
         return {}
 
     def operations(self, keys: float) -> float:
-        """Operations of a token that reads so many keys, beside those of matrices."""
+        """Operations of a token that reads this many keys, without those of matrices."""
         raise NotImplementedError
 
 
 def register_layer(name: str) -> Callable[[type], type]:
-    """Make a class known as `layers: name`."""
+    """Register a class as `layers: name`."""
 
     def add(kind: type) -> type:
         LAYERS[name] = kind
@@ -50,9 +50,9 @@ def register_layer(name: str) -> Callable[[type], type]:
 
 
 def layer_called(name: str) -> Any:
-    """The class of a kind, whose package is imported if it is not yet; UserError if there is none.
+    """The class of a kind, after importing its package if needed; UserError if there is none.
 
-    Others bring kinds by the group `megatron.layers` of entry points.
+    Other packages add kinds with the entry point group `megatron.layers`.
     """
     for package in ("megatron.model", "megatron.hybrids"):
         if name not in LAYERS:
@@ -66,11 +66,11 @@ def layer_called(name: str) -> Any:
 
 
 def options_of_layers(names: Iterable[str]) -> set[str]:
-    """Names of the options that layers of these kinds take."""
+    """Names of the options that layers of these kinds accept."""
     return {option for name in names for option in layer_called(name).options}
 
 
 def load_installed(group: str, name: str) -> None:
-    """Import what installed packages offer under a name, which then registers itself."""
+    """Import what installed packages offer under a name; the import registers it."""
     for entry in entry_points(group=group, name=name):
         entry.load()

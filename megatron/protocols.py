@@ -1,7 +1,8 @@
-"""Protocols of evaluation: which windows, and which of their targets count (docs/evaluation.md).
+"""Evaluation protocols: which windows are used, and which of their targets count
+(docs/evaluation.md).
 
-A protocol is one class, and its fields are its options. The command line of evaluate.py, the keys
-of sweeps and of rows, and the notes beneath tables follow from them.
+A protocol is a class, and its fields are its options. The command line of evaluate.py, the keys of
+sweeps and rows, and the notes below tables follow from them.
 """
 
 import hashlib
@@ -20,10 +21,10 @@ from megatron.splits import SPLIT, TASK_PREFIX
 
 logger = logging.getLogger(__name__)
 
-BUCKET = 64  # positions that share one mean in the protocol position; the first 64 are cut finer
-# Scored targets of a block, if a row does not say otherwise. Files rely on it: never change it.
+BUCKET = 64  # positions that share a mean in the protocol position; the first 64 are cut finer
+# Scored targets in a block, unless a row says otherwise. Files rely on it: never change it.
 BLOCK = 512
-MOST_TOKENS = 2**24  # beyond, positions are not exact in float32
+MOST_TOKENS = 2**24  # beyond this, positions are not exact in float32
 MOST = 10**12
 
 
@@ -32,12 +33,12 @@ class Windows:
     """Windows of one length, in the order of the text.
 
     length: inputs of a window, in tokens
-    ids: [windows] of [length + 1] tokens, mostly views of the text; the last is a target only
+    ids: [windows] of [length + 1] tokens, mostly views of the text; the last one is only a target
     scored: [windows] of the positions of the targets that count
-    starts: [windows], the place in the corpus of each window's first token; empty for windows that
-        are drawn and not cut, as in paper and task
-    separate: whether each window has blocks of its own; else a block of 512 scored targets may
-        span windows, as long as its targets follow each other in the text
+    starts: [windows], the place in the corpus of each window's first token; empty for protocols
+        that sample windows (paper and task)
+    separate: whether each window has its own blocks; else a block of 512 scored targets may span
+        windows, if its targets follow each other in the text
     facts: keys of the protocol for the row that depend on the length, such as {"stride": 256}
     answers: whether it also counts how often the argmax is right, as in a task
     """
@@ -69,31 +70,32 @@ class Windows:
 
     @cached_property
     def text(self) -> str:
-        """16 hex digits of the scored targets; of a task they are those of the whole problems."""
+        """16 hex digits that identify the scored targets; for a task, the whole problems."""
         return digits(self.ids if self.answers else self.targets)
 
     @cached_property
     def region(self) -> str:
-        """16 hex digits of the scored targets in reading order: their tokens and their places.
+        """16 hex digits from the scored targets in reading order: their tokens and places.
 
-        So rows of other lengths or protocols that score the same targets agree. Windows without
-        places count whole.
+        So rows of different lengths or protocols agree if they score the same targets. For
+        protocols that sample windows, the hash covers the whole window.
         """
         if not self.starts:
             return digits(self.ids)
         return digits([*self.targets, *self.places])
 
     def whole(self, targets: int) -> int:
-        """So many targets that they fill windows, at least the first: `targets` or fewer."""
+        """A number of targets that fills whole windows: at most `targets`, but at least one
+        window."""
         ends = self.counts.cumsum()
         return int(max(ends[0], ends[ends <= targets].max(initial=0)))
 
     @property
     def block_starts(self) -> list[int]:
-        """Numbers of the scored targets that begin a block of 512, in text order.
+        """Indices of the scored targets that begin a block of 512, in text order.
 
-        A block may span several short windows, and a long window holds several. The targets of a
-        block follow each other in the text.
+        A block may span several short windows, and a long window has several blocks. The targets of
+        a block follow each other in the text.
         """
         ends = self.counts.cumsum()
         firsts = ends - self.counts
@@ -107,7 +109,7 @@ class Windows:
 
 
 def digits(parts: Iterable[np.ndarray]) -> str:
-    """16 hex digits of whole numbers, wherever they are divided."""
+    """16 hex digits from whole numbers, however they are divided into pieces."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part.astype("<i8").tobytes())
@@ -119,7 +121,7 @@ def digits(parts: Iterable[np.ndarray]) -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of a part of a corpus, as far as it is known before there is a text.
+    """The request for a measurement on a part of a corpus, as far as it is known without the text.
 
     lengths: inputs of a window, in tokens, each once, shortest first
     eval_tokens: targets of the region, at most
@@ -139,7 +141,7 @@ class Request:
 
     @property
     def available(self) -> int:
-        """Targets that the part has; without a text as many as are asked for."""
+        """Targets that the part has; without a text, the requested number."""
         return self.eval_tokens
 
     @property
@@ -153,9 +155,9 @@ class Request:
         if available < self.eval_tokens:
             limit = f"the {self.part} part of the corpus has {max(available, 0)}"
         raise UserError(
-            f"eval_lengths: one window of length {longest} needs {longest} tokens to predict;"
-            f" {limit} - give shorter lengths, more eval_tokens, a larger corpus,"
-            f" or another split than {self.split}"
+            f"eval_lengths: a window of length {longest} needs {longest} tokens to predict; {limit}"
+            " - use shorter lengths, more eval_tokens, a larger corpus, or another split than"
+            f" {self.split}"
         )
 
 
@@ -163,7 +165,7 @@ class Request:
 class HeldOutText(Request):
     """A request with its text.
 
-    tokens: the corpus, a TokenFile; for the protocol task a TaskText
+    tokens: the corpus, a TokenFile; or a TaskText for the protocol task
     documents: numbers of the documents of the part
     samples: (length=, num_samples=) -> the samples of a training on this part
     """
@@ -174,14 +176,14 @@ class HeldOutText(Request):
 
     @property
     def available(self) -> int:
-        """Targets in the part: all of its tokens but the first."""
+        """Targets in the part: all of its tokens except the first."""
         return self.place(self.documents.stop) - self.place(self.documents.start) - 1
 
     @cached_property
     def region(self) -> np.ndarray:
-        """The first text of the part, the same for every length: [targets + 1] tokens.
+        """The beginning of the part, the same for every length: [targets + 1] tokens.
 
-        Documents stand in file order, each with the EOD that ends it.
+        Documents are in file order, each with its final EOD.
         """
         targets = self.targets
         if self.available < self.eval_tokens:
@@ -199,9 +201,10 @@ class HeldOutText(Request):
 
     @cached_property
     def long_documents(self) -> list[tuple[int, np.ndarray]]:
-        """Documents of a window of the longest length or more, up to eval_tokens: [place, tokens].
+        """Documents with at least a window of the longest length, up to eval_tokens: [place,
+        tokens].
 
-        Of each there are as many tokens as whole windows of that length hold, and one.
+        Each is cut to whole windows of that length, plus one token.
         """
         missing = self.eval_tokens // self.longest  # windows of the longest length
         pieces = []
@@ -215,14 +218,14 @@ class HeldOutText(Request):
             size = max(int(self.tokens.sizes[document]) for document in self.documents)
             raise UserError(
                 f"within_document: no document of the {self.part} part has {self.longest + 1}"
-                f" tokens, the longest has {size}, and eval_tokens is {self.eval_tokens}"
-                f" - give lengths up to {max(size - 1, 1)} and as many tokens"
+                f" tokens; the longest has {size}, and eval_tokens is {self.eval_tokens} - use"
+                f" lengths up to {max(size - 1, 1)}, and at least as many eval_tokens"
             )
         return pieces
 
 
 def windows_of(pieces: Iterable[tuple[int, np.ndarray]], length: int, step: int) -> Windows:
-    """Windows of pieces of text, each with its place, as far as whole ones go in each."""
+    """Windows from pieces of text, each with its place; only whole windows are used."""
     ids: list[np.ndarray] = []
     starts: list[int] = []
     for place, text in pieces:
@@ -252,8 +255,8 @@ class Option:
     """An option of a protocol: `--name N` of evaluate.py, and the key `name` of sweeps and rows.
 
     readers: the protocols that have it as a field; most: its largest value
-    row: setting, a key of rows that are compared with each other only where it is equal; place, one
-        that may differ between the lengths of a table; none, no key
+    row: setting: a key of rows, which are only compared if it is equal; place: a key that may
+        differ between the lengths of a table; none: no key
     """
 
     readers: tuple[str, ...]
@@ -263,7 +266,7 @@ class Option:
     row: str = "setting"
 
 
-TASK = "task"  # the protocol of problems whose answers are counted
+TASK = "task"  # the protocol for problems with answers
 OPTIONS = {
     "windows": Option(
         ("paper", TASK), "paper and task: windows per length; default: 320", 10**6, row="none"
@@ -283,23 +286,23 @@ OPTIONS = {
 class Protocol:
     """A protocol: the windows of each length, and the options that make them.
 
-    Pages show the first paragraph of its docstring.
+    Report pages show the first paragraph of its docstring.
     """
 
     def check(self, request: Request) -> None:
-        """Raises UserError for what cannot be measured, as far as the request says."""
+        """Raises UserError if the request cannot be measured."""
         _ = request.targets
 
     def lengths(self, request: Request) -> Sequence[int]:
-        """The lengths that have a row."""
+        """The lengths that get a row."""
         return request.lengths
 
     def tokens(self, request: Request, length: int) -> int:
-        """About as many targets are scored at a length."""
+        """About how many targets are scored at a length."""
         return request.eval_tokens
 
     def windows_at(self, text: HeldOutText, length: int) -> Windows:
-        """The windows of one length. The text was checked."""
+        """The windows of one length. The text has been checked."""
         raise NotImplementedError
 
     @property
@@ -312,8 +315,8 @@ class Protocol:
 class EqualTokens(Protocol):
     """The same held-out tokens for every model and length, cut into windows.
 
-    Tokens near the start of a window have little context. Lengths that divide the longest score the
-    same targets.
+    Tokens near the start of a window have little context. Lengths that divide the longest one score
+    the same targets.
     """
 
     def windows_at(self, text: HeldOutText, length: int) -> Windows:
@@ -322,12 +325,12 @@ class EqualTokens(Protocol):
 
 @dataclass(frozen=True)
 class Drawn(Protocol):
-    """The same number of windows at every length, each from elsewhere."""
+    """The same number of windows at every length, from different places."""
 
     windows: int = 320
 
     def check(self, request: Request) -> None:
-        """Their windows need no region."""
+        """These protocols need no region."""
 
     def tokens(self, request: Request, length: int) -> int:
         return self.windows * length
@@ -335,12 +338,12 @@ class Drawn(Protocol):
 
 @dataclass(frozen=True)
 class Paper(Drawn):
-    """As in the KERPLE and MEP papers: equally many windows at every length, shuffled by the run's
-    seed. The text differs between lengths and between seeds.
+    """As in the KERPLE and MEP papers: the same number of windows at every length, shuffled with
+    the run's seed. The text differs between lengths and between seeds.
 
-    They are those of the reference's dataset, across documents. It starts at window (iteration //
-    eval_interval) * eval_iters, which is 16000 after 50000 iterations, modulo the number of
-    windows.
+    The windows come from the reference's dataset and cross documents. It starts at window
+    (iteration // eval_interval) * eval_iters, which is 16000 after 50000 iterations, modulo the
+    number of windows.
     """
 
     start: int = 0
@@ -356,11 +359,11 @@ class Paper(Drawn):
 
 @dataclass(frozen=True)
 class Tail(Protocol):
-    """Only the last tokens of each window are scored: the same tokens at every length, with more
-    context at longer ones.
+    """Only the last tokens of each window are scored. These are the same tokens at every length,
+    with more context at longer lengths.
 
-    The first block ends at the longest length, and the others follow at a quarter of it each, so
-    that every length has all of its context.
+    The first block ends at the longest length, and the others follow at steps of a quarter of it,
+    so that every length has its full context.
     """
 
     tail: int = 256
@@ -377,7 +380,8 @@ class Tail(Protocol):
 
 
 class Position(EqualTokens):
-    """One pass over the longest windows. A shorter length is the mean over their first tokens."""
+    """One pass over the longest windows. The result of a shorter length is the mean over their
+    first tokens."""
 
     def lengths(self, request: Request) -> Sequence[int]:
         return [request.longest]
@@ -390,10 +394,11 @@ class Position(EqualTokens):
 
 @dataclass(frozen=True)
 class Sliding(Protocol):
-    """Windows overlap. Each scores only new tokens, so nearly all have a long context.
+    """Windows overlap. Each one scores only its new tokens, so nearly all tokens have a long
+    context.
 
-    Windows move by `stride`, and the last `stride` targets of each count, of the first all. Every
-    target after the first window has a context of length - stride tokens or more.
+    Windows move by `stride`. In the first window all targets count, in the others the last
+    `stride`. Every target after the first window has a context of length - stride tokens or more.
     """
 
     stride: int | None = None
@@ -415,10 +420,10 @@ class Sliding(Protocol):
 
 
 class WithinDocument(Protocol):
-    """Every window lies inside one document.
+    """Every window is inside one document.
 
-    Documents with at least one window of the longest length count, each from its start as far as
-    such windows go, until eval_tokens are reached. Every length scores the same targets.
+    We use documents with at least one window of the longest length, each from its start to the end
+    of its last such window, until eval_tokens are reached. Every length scores the same targets.
     """
 
     def check(self, request: Request) -> None:
@@ -429,8 +434,8 @@ class WithinDocument(Protocol):
 
 
 class TaskProblems(Drawn):
-    """Small problems that need distant tokens. Each length has problems of its own, of the largest
-    size that fits; they are the same for every model. Tokens of answers alone are counted.
+    """Small problems that need distant tokens. Each length has its own problems, of the largest
+    size that fits; they are the same for every model. Only tokens of answers are counted.
     """
 
     def windows_at(self, text: HeldOutText, length: int) -> Windows:
@@ -454,14 +459,14 @@ PROTOCOLS: dict[str, type[Protocol]] = {
 
 
 def protocol_of(name: str, options: Mapping[str, Any]) -> Protocol:
-    """The protocol of this name with those of the options that it reads."""
+    """The protocol with this name, with those options that it has."""
     keys = [key for key, option in OPTIONS.items() if name in option.readers and key in options]
     read = {key: options[key] for key in keys}
     return PROTOCOLS[name](**read)
 
 
 def description(name: str) -> str:
-    """What a page says of a protocol; nothing of one that it does not know."""
+    """A page's description of a protocol; a fixed sentence for an unknown protocol."""
     if name not in PROTOCOLS:
         return "This page has no description of this protocol."
     paragraph, *_ = inspect.cleandoc(PROTOCOLS[name].__doc__ or "").split("\n\n")
@@ -469,7 +474,7 @@ def description(name: str) -> str:
 
 
 def usual_protocol(prefix: Path | str | None) -> str:
-    """The protocol of a text or a task, where none is asked for."""
+    """The protocol for a text or a task if none is requested."""
     return TASK if str(prefix).startswith(TASK_PREFIX) else "equal_tokens"
 
 
@@ -477,5 +482,5 @@ def check_within(option: str, value: int, most: int, what: str) -> None:
     if not 1 <= value <= most:
         raise UserError(
             f"{option} {value}: must be 1 to {most}, {what}"
-            " - give another number, or longer lengths"
+            " - choose another number, or longer lengths"
         )

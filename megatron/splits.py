@@ -1,4 +1,4 @@
-"""What a corpus is split into, and the shares of each part, as the key `split` gives them."""
+"""The parts of a corpus, and their shares in the key `split`."""
 
 import math
 import operator
@@ -8,12 +8,12 @@ from functools import reduce
 from megatron.errors import UserError
 
 PARTS = ("train", "valid", "test")
-SPLIT = "949,50,1"  # GPT-NeoX's, where none is given
-TASK_PREFIX = "task:"  # before the name of a task in data_path, which holds out problems itself
+SPLIT = "949,50,1"  # GPT-NeoX's default
+TASK_PREFIX = "task:"  # prefix of a task's name in data_path; a task holds out problems itself
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """The shares of train, valid and test; a share that is not given is 0. They need not sum to 1.
+    """The shares of train, valid and test; a missing share is 0. They need not sum to 1.
 
     Up to three numbers, separated by `,` or, as in GPT-NeoX, by `/`: "949,50,1", "90/10".
     Raises UserError for anything else.
@@ -32,9 +32,9 @@ def parse_split(split: str) -> tuple[float, float, float]:
 
 
 def plain_sum(numbers: Iterable[float]) -> float:
-    """The sum of floats that decide something, added from left to right.
+    """The sum of floats from left to right, for decisions that must never change.
 
-    So does the built-in up to Python 3.11. Since 3.12 it compensates: another last digit chooses
-    other windows.
+    The built-in did the same up to Python 3.11. Since 3.12 it compensates rounding, and another
+    last digit would select other windows.
     """
     return reduce(operator.add, numbers, 0)

@@ -12,13 +12,13 @@ def parse(text: str | bytes) -> Any:
     try:
         return json.loads(text, parse_constant=_refuse, object_pairs_hook=_unique)
     except json.JSONDecodeError as fault:
-        raise ValueError(f"it is no JSON ({fault.msg}, column {fault.colno})") from None
+        raise ValueError(f"it is not JSON ({fault.msg}, column {fault.colno})") from None
     except (UnicodeDecodeError, RecursionError) as fault:
-        raise ValueError(f"it is no JSON ({type(fault).__name__})") from None
+        raise ValueError(f"it is not JSON ({type(fault).__name__})") from None
 
 
 def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"it has {name}, which is no number in JSON")
+    raise ValueError(f"it has {name}, which is not a number in JSON")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -13,16 +13,16 @@ NO_COLON = re.compile(r" *\w(?!.*:( |$))")  # a line with a key alone, for YAML
 
 
 class Loader(yaml.SafeLoader):
-    """Plain values alone, 6e-4 is a number, and no key of a mapping has two values."""
+    """Only plain values; 6e-4 is a number, and no key of a mapping has two values."""
 
     def mapping(self, node: yaml.MappingNode) -> dict[str, Any]:
         """A mapping with `_` for the `-` of its keys; its own keys win over those of `<<`."""
-        own: dict[str, tuple[Any, int]] = {}
+        entries: dict[str, tuple[Any, int]] = {}
         for key_node, value_node in node.value:
             key, line = str(key_node.value).replace("-", "_"), key_node.start_mark.line + 1
-            value, first_line = own.setdefault(key, (value_node.value, line))
+            value, first_line = entries.setdefault(key, (value_node.value, line))
             if value != value_node.value:
-                problem = f"{key} is given twice, in lines {first_line} and {line}; drop one"
+                problem = f"{key} appears twice, in lines {first_line} and {line}; remove one"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
         values = self.construct_mapping(node, deep=True)
         return {str(key).replace("-", "_"): value for key, value in values.items()}
@@ -50,7 +50,7 @@ def parse(text: str) -> Any:
     try:
         return yaml.load(text, Loader)
     except RecursionError:
-        problem = "values lie too deep"
+        problem = "values are nested too deeply"
     except yaml.MarkedYAMLError as fault:
         problem = str(fault.problem)
         if fault.problem_mark is not None:

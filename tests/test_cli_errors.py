@@ -49,7 +49,7 @@ def test_faults_of_users_disks_and_memory_say_what_to_do(capsys):
         "here: this - do that": UserError("here: this - do that"),
         f"/data/a.jsonl: {full} - {cure}": OSError(errno.ENOSPC, full, "/data/a.jsonl"),
         f"{COMMAND}: {full} - {cure}": OSError(errno.ENOSPC, full),
-        f"{COMMAND}: the GPU's memory does not suffice (CUDA out": torch.OutOfMemoryError(
+        f"{COMMAND}: the GPU is out of memory (CUDA out": torch.OutOfMemoryError(
             "CUDA out of memory"
         ),
     }
@@ -58,7 +58,7 @@ def test_faults_of_users_disks_and_memory_say_what_to_do(capsys):
         assert capsys.readouterr().err.startswith(message)
     for command in (lambda: np.empty(2**50), lambda: torch.empty(2**50)):
         assert guarded(command)() == 1
-        message = f"{COMMAND}: the machine's memory does not suffice ("
+        message = f"{COMMAND}: the machine is out of memory ("
         assert capsys.readouterr().err.startswith(message)
 
 

@@ -69,8 +69,8 @@ def test_every_visible_cuda_device_gets_a_process_and_the_cpu_one(monkeypatch):
     assert devices(monkeypatch, 0) == [0]
     assert devices(monkeypatch, 0, "num_gpus=3") == [0, 1, 2]
     for settings, message in {
-        "num_gpus=5": "num_gpus: 5 devices are wanted and 4 are visible; lower num_gpus",
-        "include=localhost:1": "include, exclude: choose machines of a hostfile",
+        "num_gpus=5": "num_gpus: 5 devices requested, but 4 are visible; lower num_gpus",
+        "include=localhost:1": "include, exclude: choose devices of a hostfile",
     }.items():
         with pytest.raises(UserError, match=message):
             devices(monkeypatch, 4, settings)

@@ -103,7 +103,7 @@ def test_the_purpose_says_which_keys_are_needed_and_a_checkpoint_has_them(tmp_pa
     assert (calls[1].training.seed, calls[1].evaluation.eval_tokens) == (5, 7)
     words = ["--checkpoint", str(tmp_path / "no"), "eval_tokens=7"]
     assert status(nothing, *words) == 1
-    assert "checkpoint: no folder" in capsys.readouterr().err
+    assert "checkpoint: there is no folder" in capsys.readouterr().err
 
 
 def test_help_names_the_options_of_the_script_and_where_the_keys_are(capsys):

@@ -132,7 +132,7 @@ def test_an_installation_without_the_projects_folder_says_where_its_commands_are
     done = run(script, "compare")
     assert done.returncode == 1
     assert done.stderr == (
-        "megatron: the commands are scripts of the project's folder - run pip install -e '.[train]'"
+        "megatron: the commands are scripts in the project's folder - run pip install -e '.[train]'"
         " there\n"
     )
 

@@ -21,7 +21,7 @@ NAMES = ["rotary", "root"]
 
 def check(text):
     """What a reader must find in the outputs, stored or of this run."""
-    assert "0 fail: the encoding keeps what it must" in text
+    assert "0 fail: the encoding has all properties that it must have" in text
     lines = re.findall(rf"^({'|'.join(NAMES)}) +([\d. ]+)$", text, flags=re.MULTILINE)
     perplexities = {name: [float(word) for word in words.split()] for name, words in lines}
     assert [*perplexities] == NAMES

@@ -88,15 +88,17 @@ def test_what_cannot_be_measured_or_continued_has_one_message(pair):
     _, ours = pair
     ids = [1] * 100
     for lengths in ([48, 64], [0, 64], [-8, 64], [], [0]):
-        with pytest.raises(UserError, match=r"^lengths: \[.*\]: give divisors of the longest"):
+        with pytest.raises(UserError, match=r"^lengths: \[.*\]: each must divide the longest"):
             losses(ours, ids, lengths)
     for bad in (ids[:64], [512] * 100, [-1] * 100, [], [ids], [0.5] * 100):
-        with pytest.raises(UserError, match=r"more tokens than that, of 0 to 511, as the"):
+        with pytest.raises(UserError, match=r"more tokens than that, from 0 to 511, as the"):
             losses(ours, bad, [64])
     learned = from_config(load([], [*SMALL, "pos_emb=learned"]), vocab=64)
     with pytest.raises(UserError, match=r"64"):
         losses(learned, ids, [32, 64])
-    with pytest.raises(UserError, match=r"^tokenizer: has 512 tokens and the model 64 - give the"):
+    with pytest.raises(
+        UserError, match=r"^tokenizer: has 512 tokens, but the model has 64 - use the"
+    ):
         continuation(learned, BYTES, "a")
     with pytest.raises(UserError, match=r"^generation: .*temperature"):
         continuation(ours, BYTES, "a", temperature=-1)

@@ -3,14 +3,14 @@
 python tools/bench.py --threads 1 --hidden 256 --layers 2 --heads 4 --vocab 1024
 python tools/bench.py alibi kerple_log --attention 512 2048 4096 --threads 1
 
-Without names, every encoding is measured with the options of its file in configs/pos_emb, and
-rotary first. A step is forward, backward, clipping and torch's fused AdamW, in float32 on the CPU
-and in bfloat16 on CUDA; DeepSpeed and the loader are not in it. The name `nanogpt` stands for
-nanoGPT's model, of torch's layers alone. Attention has no projections.
+Without names, every encoding is measured, rotary first, with the options of its file in
+configs/pos_emb. A step consists of forward, backward, clipping and torch's fused AdamW, in float32
+on a CPU and in bfloat16 on CUDA; DeepSpeed and the loader are not included. The name `nanogpt`
+means nanoGPT's model, which uses only torch's layers. Attention is measured without projections.
 
-Every round runs each encoding once. A ratio is to the first line in the same round; the table shows
-the median. On the CPU the clock is CPU time of all threads. Memory is what a call takes beyond its
-inputs; on the CPU, how far the process grows.
+Every round runs each encoding once. Ratios compare with the first line of the same round; the table
+shows medians. On a CPU, time means CPU time of all threads. Memory is what a call needs in addition
+to its inputs; on a CPU, how much the process grows.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from megatron.positions import REGISTRY, options_of
 
 ON_GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
-SHORTEST = 0.02  # seconds that one measurement lasts at least, by repeating the call
+SHORTEST = 0.02  # least duration of a measurement in seconds; the call is repeated
 SIZES = {
     "threads": torch.get_num_threads(),
     "rounds": 9,
@@ -61,10 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser(__doc__)
     add = parser.add_argument
     add("encodings", nargs="*", metavar="NAME", help="default: all")
-    lengths = "measure attention alone at these lengths, beside scaled_dot_product_attention"
+    lengths = "measure only attention at these lengths, compared with scaled_dot_product_attention"
     add("--attention", nargs="+", type=int, default=[], metavar="L", help=lengths)
-    add("--flex", action="store_true", help="with --attention: also torch's, compiled")
-    add("--compile", action="store_true", help="compile the layers of a step")
+    add(
+        "--flex",
+        action="store_true",
+        help="with --attention: also torch's flex_attention, compiled",
+    )
+    add("--compile", action="store_true", help="compile the layers")
     for name, size in SIZES.items():
         add(f"--{name}", type=int, default=size, help="default: %(default)s")
     options = parser.parse_args(argv)
@@ -93,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def options_in_file(name: str, longest: int) -> Settings:
-    """pos_emb_args of the encoding's file, with a row for every position of a table of rows."""
+    """pos_emb_args of the encoding's file; a table of positions gets a row for every position."""
     from megatron.config.yaml_files import read_file  # needs PyYAML
 
     file = ROOT / "configs/pos_emb" / f"{name}.yml"
@@ -144,7 +148,7 @@ def evaluation(options: argparse.Namespace, name: str, settings: Settings) -> Ca
 def attention(
     options: argparse.Namespace, length: int, backward: bool, name: str, settings: Settings
 ) -> Call:
-    """Attention of one text with an encoding, whose tables are computed in each call."""
+    """Attention of one text with an encoding; each call computes its tables."""
     heads, hidden = options.heads, options.hidden
     q, k, v, gradient = torch.randn(4, 1, heads, length, hidden // heads).to(DEVICE, DTYPE)
     x = torch.randn(1, length, hidden).to(DEVICE, DTYPE)
@@ -169,9 +173,10 @@ def attention(
 def measure(
     title: str, make: Callable[[str, Settings], Call], encodings: dict[str, Settings], rounds: int
 ) -> bool:
-    """Print a table of what the encodings' calls take; whether all of them can run."""
+    """Print a table of the time and memory of the encodings' calls; return whether all could
+    run."""
     timers, times, peaks, reasons = {}, {}, {}, {}
-    clock = synchronized if ON_GPU else time.process_time  # the first waits until the GPU is idle
+    clock = synchronized if ON_GPU else time.process_time  # waits for an idle GPU first
     for name, settings in encodings.items():
         print(name, file=sys.stderr, flush=True)
         try:
@@ -202,15 +207,15 @@ def measure(
 
 
 def peak(call: Call) -> int:
-    """Bytes that a call takes beyond its inputs."""
+    """Bytes that a call needs in addition to its inputs."""
     if ON_GPU:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         call()
         return torch.cuda.max_memory_allocated() - before
-    ctypes.CDLL(None).malloc_trim(0)  # what earlier calls freed is no longer this process's
+    ctypes.CDLL(None).malloc_trim(0)  # give memory that earlier calls freed back to the system
     before = psutil.Process().memory_info().rss
-    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten, unlike ru_maxrss
+    Path("/proc/self/clear_refs").write_text("5")  # this resets the peak, unlike ru_maxrss
     call()
     status = Path("/proc/self/status").read_text()
     return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024 - before

@@ -1,11 +1,11 @@
-"""Test the properties that every encoding must have, or draw an encoding.
+"""Check the properties that every encoding must have, or draw an encoding.
 
 python tools/check_encoding.py kerple_log
 python tools/check_encoding.py mep --option "kernels=[exp, kerple_log]" --option weights=learned
 python tools/check_encoding.py bump --from my_encoding.py --plot bump.svg
 python tools/check_encoding.py runs/mep --plot learned.png    what a checkpoint has learned
 
-The exit status is 1 if something fails.
+The exit status is 1 if a check fails.
 """
 
 import logging
@@ -31,8 +31,8 @@ from megatron.evaluation.options import number
 from megatron.positions import REGISTRY, load_file
 
 LEGEND = (
-    f"{HOLDS}: holds · {FAILS}: must hold and does not"
-    f" · {FACT}: does not hold, which is no fault · {NOT_APPLICABLE}: does not apply"
+    f"{HOLDS}: holds · {FAILS}: must hold but does not · {FACT}: does not hold, but need not ·"
+    f" {NOT_APPLICABLE}: does not apply"
 )
 DRAWN = {"heads": 12, "head_dim": 64, "train_length": 512}  # the shape of the papers' models
 
@@ -41,17 +41,22 @@ DRAWN = {"heads": 12, "head_dim": 64, "train_length": 512}  # the shape of the p
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser(__doc__)
     add = parser.add_argument
-    add("name", help="the encoding, as in pos_emb; with --plot also a run's folder")
-    user_file = "a Python file of yours that registers encodings"
+    add("name", help="the encoding, as in pos_emb; with --plot also the folder of a run")
+    user_file = "your own Python file that registers encodings"
     add("--from", dest="file", type="path", metavar="FILE", help=user_file)
     option = "an option of the encoding, as in pos_emb_args; may be repeated"
     add("--option", action="append", default=[], metavar="KEY=VALUE", help=option)
     size = number(1, 1024)
-    add("--heads", type=size, help=f"default: {Subject.heads}, of a picture 12")
-    add("--head-dim", type=size, help=f"default: {Subject.head_dim}, of a picture 64")
-    length = f"seq_length of the model; default: {Subject.train_length}, of a picture 512"
+    add("--heads", type=size, help=f"default: {Subject.heads}, or 12 for a picture")
+    add("--head-dim", type=size, help=f"default: {Subject.head_dim}, or 64 for a picture")
+    length = f"seq_length of the model; default: {Subject.train_length}, or 512 for a picture"
     add("--train-length", type=number(32, 2**17), help=length)
-    add("--plot", type=Path, metavar="PICTURE", help="draw it instead: a .png, .svg or .pdf")
+    add(
+        "--plot",
+        type=Path,
+        metavar="PICTURE",
+        help="draw the encoding instead, as .png, .svg or .pdf",
+    )
     distances = "distances to draw; default: %(default)s"
     add("--length", type=number(2, 2**20), default=16384, help=distances)
     arguments = parser.parse_args(argv)
@@ -74,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         heading = f"{title}, {sizes}, trained at {subject.train_length} tokens"
         return report(heading, examine(subject))
 
-    from megatron.report.curves import write  # matplotlib, which checks do without
+    from megatron.report.curves import write  # matplotlib, which checks don't need
     from megatron.report.encoding_figures import NO_PICTURE, draw, panels
 
     positions = {}
@@ -97,13 +102,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(heading: str, findings: Sequence[Finding]) -> int:
-    """Print the findings, and what the verdicts mean; 1 if one fails, else 0."""
+    """Print the findings and what the verdicts mean; return 1 if a check fails, else 0."""
     print(heading)
     print(table(findings, columns=120))
     print(LEGEND)
     verdicts = [finding.verdict for finding in findings]
     failed = verdicts.count(FAILS)
-    end = "" if failed else ": the encoding keeps what it must"
+    end = "" if failed else ": the encoding has all properties that it must have"
     print(f"{verdicts.count(HOLDS)} hold, {failed} fail{end}")
     return int(failed > 0)
 

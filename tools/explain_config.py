@@ -4,13 +4,13 @@ python tools/explain_config.py configs/125M.yml configs/pos_emb/kerple_log.yml s
 python tools/explain_config.py configs/125M.yml --brief --gpu h100 --mfu 0.4
 python tools/explain_config.py train.yml exp_configs/ali_tanh_gau_all003_arxiv_1235.yml -o mine.yml
 
-It lists every key with its value, source and meaning, then the size of the run: parameters,
-tokens, floating point operations, memory and GPU hours. Hours depend on --mfu, the fraction of the
-data sheet's speed that the run reaches: 0.35 is assumed, the log shows yours as `mfu`. Nothing is
-trained.
+It lists every key with its value, source and meaning, then the size of the run: parameters, tokens,
+floating point operations, memory and GPU hours. The hours depend on --mfu, the fraction of the data
+sheet's speed that the run reaches; the default is 0.35, and the log of a run shows yours as `mfu`.
+Nothing is trained.
 
--o writes published files (KERPLE, MEP, GPT-NeoX) as one file in today's spelling. If the pos-emb of
-a file of MEP hides its mixture, kernels are proposed from the file's name.
+-o converts published files (KERPLE, MEP, GPT-NeoX) to one file in today's spelling. If the pos-emb
+of one of MEP's files hides its mixture, we suggest kernels from the file's name.
 """
 
 import inspect
@@ -48,7 +48,7 @@ WIDTH = 100
 INDENT = " " * 6
 EXPERIMENT = re.compile(r"(.+)_(openwebtext2|github|arxiv|pg19)_\d+")
 PREFIX = re.compile(r"(len1024_)?(medium_)?(snope_)?")
-COUNT = re.compile(r"all00(\d)")  # that many kernels of equal weight
+COUNT = re.compile(r"all00(\d)")  # this many kernels with equal weights
 HIDES_MIXTURE = "snope"  # the beginning of such spellings of the MEP fork
 
 
@@ -56,18 +56,25 @@ HIDES_MIXTURE = "snope"  # the beginning of such spellings of the MEP fork
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser(__doc__)
     add = parser.add_argument
-    add("words", nargs="+", metavar="FILE | key=value", help="YAML files in order, then settings")
+    add(
+        "words",
+        nargs="+",
+        metavar="FILE | key=value",
+        help="YAML files in order, then key=value settings",
+    )
     add_conf_dir(parser)
-    add("--given", action="store_true", help="show only keys that a source sets")
-    add("--brief", action="store_true", help="show no key, only the size of the run")
+    add("--given", action="store_true", help="show only keys that are set")
+    add("--brief", action="store_true", help="show only the size of the run")
     add("--gpu", choices=[*DEVICES], help="default: all")
     add("--mfu", type=float, default=UTILISATION, metavar="SHARE", help="default: %(default)s")
-    file = "a new file for what the sources set, in today's spelling"
+    file = "write the keys that are set to a new file, in today's spelling"
     add("-o", "--output", type=Path, metavar="FILE", help=file)
     words = sys.argv[1:] if argv is None else list(argv)
     options = parser.parse_intermixed_args(settings_first(words))
     if not 0 < options.mfu <= 1:
-        raise UserError(f"--mfu: {options.mfu:g} is not a share - give more than 0 and at most 1")
+        raise UserError(
+            f"--mfu: {options.mfu:g} is not a fraction - give a number above 0 and at most 1"
+        )
     files, overrides = split_words(options.words, options.conf_dir)
     config = load(files, overrides)
     if options.output:
@@ -81,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def key_lines(config: Config, *, only_given: bool) -> Iterator[str]:
-    """Every key, in documented order; only_given: only those that a source sets."""
+    """Every key, in documented order; only_given: only keys that are set."""
     for key in all_keys():
         name = key.name
         if only_given and name not in config.origins:
@@ -94,14 +101,14 @@ def key_lines(config: Config, *, only_given: bool) -> Iterator[str]:
         yield f"  {name}: {shown(config[name])}    [{config.origins.get(name, default)}]"
         yield from textwrap.wrap(meaning, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)
     if config.notes:
-        yield "notes: what was converted, dropped, or has no effect"
+        yield "notes: keys that were converted or dropped, or that have no effect"
     for note in config.notes:
         yield from textwrap.wrap(note, WIDTH, initial_indent="  ", subsequent_indent=INDENT)
     yield ""
 
 
 def size_lines(config: Config, gpu: str | None, mfu: float) -> Iterator[str]:
-    """The size of the run, and its hours on a GPU, or on all that are known."""
+    """The size of the run, and its hours on a GPU, or on each GPU that we know."""
     shared = config.parallel.context_parallel_size
     groups = (config.launch.num_gpus or 1) * (config.launch.num_nodes or 1) // shared or 1
     if config.training.train_batch_size:
@@ -115,10 +122,10 @@ def size_lines(config: Config, gpu: str | None, mfu: float) -> Iterator[str]:
     yield f"this run (hash {config.hash}, encoding {config.label})"
     yield f"  parameters          {counted.whole:,}"
     yield f"    in the encoding   {counted.positions:,}"
-    yield f"  vocabulary          {vocab:,} rows, by the data, or GPT-2's if there are none"
+    yield f"  vocabulary          {vocab:,} rows, from the data (GPT-2's if there is no data)"
     yield f"  tokens              {tokens:,}"
     yield f"  FLOP of training    {flops:.3g}"
-    yield f"  FLOP to evaluate    {evaluated:.3g}, eval_tokens at every length"
+    yield f"  FLOP to evaluate    {evaluated:.3g}, for eval_tokens at every length"
     yield f"  memory to train     at least {in_bytes(memory)} on each of {devices} device(s)"
     trained = config.precision.products(config.precision.dtype)
     measured = config.precision.products("fp32")
@@ -139,7 +146,7 @@ def _short(time: float) -> str:
 
 
 def in_todays_spelling(config: Config, files: Sequence[str | Path]) -> str:
-    """The keys that the sources set, and in comments what was changed."""
+    """The keys that are set, with comments about what was changed."""
     notes = list(config.notes)
     keys = {name.partition(".")[0] for name in config.origins}
     settings = {key: value for key, value in config.flat().items() if key in keys}
@@ -149,7 +156,9 @@ def in_todays_spelling(config: Config, files: Sequence[str | Path]) -> str:
             continue
         mixture = mixture_named(path.stem, published)
         if isinstance(mixture, str):
-            notes.append(f"pos_emb: the file's name does not say which were meant: {mixture}")
+            notes.append(
+                f"pos_emb: the file's name does not say which kernels were used: {mixture}"
+            )
         else:
             notes.append("pos_emb: these kernels were derived from the file's name; check them")
             settings |= {"pos_emb": "mep", "pos_emb_args": mixture}
@@ -159,9 +168,9 @@ def in_todays_spelling(config: Config, files: Sequence[str | Path]) -> str:
 
 
 def mixture_named(stem: str, pos_emb: str) -> dict[str, Any] | str:
-    """The options of `mep` that a file's name, without .yml, gives, or why it gives none.
+    """The options of `mep` that follow from a file's name (without .yml), or why there are none.
 
-    400 files of MEP share one pos-emb, 176 another: the authors chose the kernels by commenting
+    400 of MEP's files share one pos-emb and 176 another: the authors selected kernels by commenting
     source lines in and out, and noted them in the file's name. docs/published_files.md lists the
     words.
     """
@@ -183,11 +192,11 @@ def mixture_named(stem: str, pos_emb: str) -> dict[str, Any] | str:
             kernels.append(deepcopy(words["kernels"][word]))
         elif word not in words["silent"]:
             reasons = [why for start, why in words["unknown"].items() if word.startswith(start)]
-            return [*reasons, f"its word {word!r} is not known"][0]
+            return [*reasons, f"its word {word!r} is unknown"][0]
     if not kernels:
         return "it names no kernels"
     if expected not in (0, len(kernels)):
-        return f"it names {len(kernels)} kernels and says that they are {expected}"
+        return f"it names {len(kernels)} kernels but says that there are {expected}"
     return {"kernels": kernels}
 
 

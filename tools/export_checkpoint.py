@@ -2,9 +2,9 @@
 
 python tools/export_checkpoint.py RUN --to hf -o FOLDER [--step N]
 
-RUN is a run's folder or one checkpoint. A model that is exactly one of transformers' classes is
-written as that class. Otherwise the folder holds the model's code, which needs only torch and
-transformers. The logits are compared with ours before the folder gets its name. A run with a
+RUN is the folder of a run or of a checkpoint. If the model equals one of transformers' classes, it
+is written as that class. Otherwise the folder includes the model's code, which needs only torch and
+transformers. We compare the logits with ours before the folder gets its final name. A run with a
 pos_emb_file needs that file: --from my_encoding.py.
 """
 
@@ -23,7 +23,7 @@ from megatron.positions import load_file
 def main(argv: list[str] | None = None) -> int:
     parser = command_parser(__doc__)
     add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="a run's folder or one checkpoint")
+    add("run", type=Path, metavar="RUN", help="folder of a run or of a checkpoint")
     add("--to", choices=["hf"], required=True, help="hf: Hugging Face's transformers")
     add("-o", "--output", type=Path, required=True, metavar="FOLDER", help="the new folder")
     add("--step", type=int, metavar="N", help="which checkpoint of the run; default: the latest")
@@ -35,8 +35,8 @@ def main(argv: list[str] | None = None) -> int:
         load_file(options.file)
     print(f"writing {options.output}, and comparing its logits with ours", flush=True)
     with tempfile.TemporaryDirectory() as modules:
-        # transformers reads both where it is imported: nothing is looked up in a network, and no
-        # copy of the model's code stays behind.
+        # transformers reads both when it is imported: then it uses no network, and leaves no copy
+        # of the model's code behind.
         os.environ["HF_HUB_OFFLINE"] = "1"
         os.environ.setdefault("HF_MODULES_CACHE", modules)
         exported = export(options.run, options.output, step=options.step)

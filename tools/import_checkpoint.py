@@ -5,10 +5,10 @@ python tools/import_checkpoint.py models/qwen3 -o runs/qwen3 --tokenizer tokeniz
 python tools/import_checkpoint.py neox/global_step143000 train.yml model.yml -o runs/neox
 
 SOURCE is a folder of Hugging Face's (GPT-NeoX, GPT-2, Llama, Mistral, Qwen 2, 3, 3-Next, 3.5,
-SmolLM3) or a model of its hub, a folder that export_checkpoint.py wrote, a checkpoint of GPT-NeoX,
-KERPLE or MEP, or one of nanoGPT, litgpt, torchtitan or flame. Nothing in it is run. Sums of an
-exported folder are compared first. A model of Hugging Face's is compared with transformers' own
-class before anything is written.
+SmolLM3) or a model on its hub, a folder that export_checkpoint.py wrote, a checkpoint of GPT-NeoX,
+KERPLE or MEP, or one of nanoGPT, litgpt, torchtitan or flame. None of its code is run. Checksums of
+an exported folder are verified first. A Hugging Face model is compared with transformers' own class
+before anything is written.
 """
 
 import sys
@@ -32,16 +32,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         "source",
         type="path",
         metavar="SOURCE",
-        help="a folder or owner/model of Hugging Face's hub",
+        help="a folder, or owner/model on the Hugging Face hub",
     )
     words = (
         "the configuration of a checkpoint of GPT-NeoX (its folder `configs`), torchtitan or flame"
     )
     add("words", nargs="*", metavar="FILE | key=value", help=words)
     add("-o", "--output", type=Path, required=True, metavar="RUN", help="the new run's folder")
-    tokenizer = "in place of its own: tokenizer.json, or a folder with it or GPT-2's two files"
+    tokenizer = (
+        "use this tokenizer: a tokenizer.json, or a folder with it or with GPT-2's two files"
+    )
     add("--tokenizer", type=Path, metavar="FOLDER_OR_FILE", help=tokenizer)
-    user_file = "your own file with the encoding of an export, as in pos_emb_file"
+    user_file = "your own file with the export's encoding, as in pos_emb_file"
     add("--from", dest="file", type="path", metavar="FILE", help=user_file)
     options = parser.parse_intermixed_args(settings_first(argv) if argv is not None else None)
 

@@ -3,8 +3,8 @@
 python tools/inspect_files.py runs/mep                            a run's folder or one checkpoint
 python tools/inspect_files.py data/text/text_text_document        lengths, some text
 
-Every file of a checkpoint is compared with the size and the SHA-256 that the checkpoint lists.
-Nothing is unpickled or run. The status is 1 when anything is damaged.
+Every file of a checkpoint is compared with the size and SHA-256 that the checkpoint lists. Nothing
+is unpickled or run. The exit status is 1 if anything is damaged.
 """
 
 import sys
@@ -43,14 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def checkpoint_lines(folder: Path) -> tuple[list[str], list[str]]:
-    """A line for each checkpoint of a run, or for one, and what is wrong with them."""
+    """A line for each checkpoint, and what is wrong with them."""
     checkpoints, faults, last_lines = [folder], [], []
     if step_of(folder) is None:
         checkpoints = [folder_of(folder, step) for step in steps_in(folder)]
         last_lines.append(f"latest: step {latest_step(folder)}")
-        last_lines += [f"left over by a process that died: {path}" for path in leftovers(folder)]
+        last_lines += [f"left behind by a process that died: {path}" for path in leftovers(folder)]
     if not checkpoints:
-        raise UserError(f"{folder}: holds no checkpoint - name a run's folder or one checkpoint")
+        raise UserError(
+            f"{folder}: has no checkpoint - name the folder of a run or of a checkpoint"
+        )
     lines = []
     for path in checkpoints:
         wrong = faults_of(path)
@@ -69,16 +71,16 @@ def checkpoint_lines(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def token_lines(tokens: TokenFile, split: str) -> Iterator[str]:
-    """Documents, their lengths, and how two of them begin."""
+    """The number of documents, their lengths, and the beginning of two of them."""
     writer = tokens.meta.get("tokenizer", {})
     yield f"{tokens.prefix} ({tokens.meta.get('corpus') or 'no card'})"
-    kind = writer.get("type", "a tokenizer that no card names")
+    kind = writer.get("type", "an unknown tokenizer (no card)")
     yield f"{len(tokens):,} documents, {tokens.tokens:,} tokens ({tokens.dtype}) of {kind}"
     sizes = tokens.sizes.astype(np.int64)
     end = tokens.end_of_documents()
     if end is not None:
         sizes = np.maximum(sizes - 1, 0)
-        yield f"Each document ends with token {end}, which no length below counts."
+        yield f"Each document ends with token {end}, which the lengths below don't include."
     total = max(sizes.sum(), 1)
     if size := tokens.text_bytes:
         yield f"The text has {size:,} bytes: {size / total:.2f} bytes per token."
@@ -91,7 +93,7 @@ def token_lines(tokens: TokenFile, split: str) -> Iterator[str]:
     if beside.exists():
         tokenizer = build_tokenizer(writer.get("type", "HFTokenizer"), beside)
     for document in sorted({0, len(tokens) - 1}):
-        yield f"\n--- document {document:,}, {tokens.sizes[document]:,} tokens, begins ---"
+        yield f"\n--- document {document:,}, {tokens.sizes[document]:,} tokens, begins with ---"
         ids = tokens.read(document, 0, SHOWN).tolist()
         yield tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
 

@@ -1,9 +1,9 @@
-"""Merge several token files of one tokenizer.
+"""Merge several token files that were made with the same tokenizer.
 
 python tools/merge_data.py data/a/a_text_document data/b/b_text_document -o data/both/both
 
-The documents keep the order of the files. If the files differ in dtype, the result has the
-narrowest one that holds all ids. The card lists the sources of all.
+Documents keep the order of the files. If the files differ in dtype, the result has the smallest
+dtype that can store all ids. The card lists all sources.
 """
 
 import sys
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     files = "token files, without .bin and .idx"
     add("prefixes", type="path", nargs="+", metavar="PREFIX", help=files)
     add("-o", "--output", type="path", required=True, metavar="PREFIX", help="the merged file")
-    add("--overwrite", action="store_true", help="replace an earlier file of this name")
+    add("--overwrite", action="store_true", help="replace an existing file with this name")
     words = sys.argv[1:] if argv is None else argv
     options = parser.parse_args(words)
     output = options.output
@@ -37,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if tokenizer.get("hash") != tokenizers[0].get("hash"):
             named = f"{tokenizer.get('type')} {tokenizer.get('hash')}" if tokenizer else "no card"
             raise UserError(
-                f"{file.prefix}: was not written by the tokenizer of {files[0].prefix} ({named})"
-                " - prepare all of the text with one tokenizer"
+                f"{file.prefix}: was not written by the tokenizer of {files[0].prefix} ({named}) -"
+                " prepare all text with the same tokenizer"
             )
 
     dtype = np.result_type(*(file.dtype for file in files))

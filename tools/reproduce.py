@@ -2,10 +2,10 @@
 
 python tools/reproduce.py kerple_table3 [--run] [--folder DIR]
 
-A table of your own is a .yml like those in megatron/results/published, with its sweep beside it.
-Without --run it uses the rows that the sweep has so far; --run first runs the missing cells.
-A cell is compared only if its rows measure what the table shows. Others are missing, or refused
-with the reason.
+Your own table is a .yml like those in megatron/results/published, with its sweep next to it.
+Without --run, the rows that the sweep has so far are used; --run first runs the missing cells. A
+cell is only compared if its rows measure what the table shows. Otherwise it is missing, or the
+reason is shown.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     table = published(options.table)
     if table.sweep is None:
         raise UserError(f"{options.table}: cannot be reproduced here: {table.why_not}")
-    # A shipped sweep, or one beside a table of the user's own.
+    # A shipped sweep, or one next to the user's own table.
     folder = ROOT / "configs" / "sweeps"
     if options.table.endswith(".yml"):
         folder = Path(options.table).parent
@@ -54,8 +54,8 @@ def main(argv: list[str] | None = None) -> int:
     print(render(table, cells))
     if not all(cell.ours or cell.refused for cell in cells):
         places = options.results or [sweep.folder.resolve()]
-        print("missing cells have no rows: looked in", *places)
-        print("give --folder where the runs are, or --run")
+        print("missing cells have no rows in", *places)
+        print("name the folder of the runs with --folder, or add --run")
     if rows and not table.cells:
         print(f"\nours alone:\n{table_of_rows(rows)}")
     return 0
@@ -64,19 +64,23 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(__doc__)
     parser.add_argument("table", type="path", help="a .yml, or " + ", ".join(published_tables()))
-    parser.add_argument("--run", action="store_true", help="first run the missing cells")
+    parser.add_argument("--run", action="store_true", help="run the missing cells first")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="folder of the sweep's runs")
     parser.add_argument(
-        "--results", type=Path, nargs="+", metavar="FILE", help="use these rows, not the sweep's"
+        "--results",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="use these rows instead of the sweep's",
     )
     return parser
 
 
 def requirements(table: Published, sweep: Sweep) -> Requirements:
-    """What rows must have: of a configuration of the sweep, and evaluated as it is."""
+    """What rows must have: a configuration of the sweep, evaluated without changes."""
     hashes: dict[tuple[str, str], set[str]] = {}
     for cell in sweep.cells:
-        # A sweep of one text need not name its corpus: the rows do.
+        # A sweep over one text need not name its corpus, because the rows do.
         corpora = [str(cell.values[CORPUS_AXIS])] if CORPUS_AXIS in cell.values else table.cells
         for corpus in corpora:
             key = (corpus, cell.config.position.pos_emb)

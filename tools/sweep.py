@@ -1,11 +1,11 @@
-"""Run many trainings from one file, and resume where it stopped.
+"""Run many trainings from one file, and continue where they stopped.
 
-python tools/sweep.py run configs/sweeps/cpu.yml --dry-run   the plan and what it costs
+python tools/sweep.py run configs/sweeps/cpu.yml --dry-run   the plan and its cost
 python tools/sweep.py run kerple-table3 --dry-run --device a100 --jobs 8   on eight A100
 python tools/sweep.py run configs/sweeps/cpu.yml             run the missing cells; may be repeated
 python tools/sweep.py run kerple-table3 --launcher slurm --launcher-args time=600 gpus_per_node=1
 python tools/sweep.py status configs/sweeps/cpu.yml
-python tools/sweep.py collect configs/sweeps/cpu.yml         the rows so far, also during a run
+python tools/sweep.py collect configs/sweeps/cpu.yml         the rows so far, even during a run
 """
 
 import collections
@@ -42,17 +42,17 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("what", choices=("run", "status", "collect"))
     add("file", type="path", help="a file as in configs/sweeps, or the name of one there")
-    add("--folder", type=Path, metavar="DIR", help="where the runs are; default: runs/sweeps/NAME")
+    add("--folder", type=Path, metavar="DIR", help="folder of the runs; default: runs/sweeps/NAME")
     only = "AXIS=VALUE[,VALUE]"
-    add("--only", nargs="+", default=[], metavar=only, help="some cells of the grid")
-    skip = "leave out the cells that have rows in these files"
+    add("--only", nargs="+", default=[], metavar=only, help="run only some cells of the grid")
+    skip = "skip the cells that have rows in these files"
     add("--skip", type=Path, nargs="+", default=[], metavar="FILE", help=skip)
-    add("--dry-run", action="store_true", help="show the plan of run, and its cost")
+    add("--dry-run", action="store_true", help="show the plan and its cost, and run nothing")
     jobs = "runs at a time; default: one per GPU, or one"
     add("--jobs", type=number(1, 10**4), metavar="N", help=jobs)
-    launchers = "who places the cells: this process, Ray, or Slurm (docs/sweeps.md)"
+    launchers = "what starts the cells: this process, Ray, or Slurm (docs/sweeps.md)"
     add("--launcher", choices=("local", *LAUNCHERS), default="local", help=launchers)
-    resources = "what Ray or Slurm gives each cell, by their own names"
+    resources = "resources of each cell, by Ray's or Slurm's own names"
     add("--launcher-args", nargs="+", default=[], metavar="KEY=VALUE", help=resources)
     add("--device", choices=[*DEVICES], help="show the time on a device")
     options = parser.parse_args(argv)
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     faults: list[str] = []
     resources_of_job = read_overrides(options.launcher_args, faults.append)
     if faults or (options.launcher == "local" and resources_of_job):
-        raise UserError("--launcher-args: takes KEY=VALUE, for --launcher ray and slurm")
+        raise UserError("--launcher-args: needs KEY=VALUE, and --launcher ray or slurm")
     if options.what == "collect":
         print(collected(options.file, options.folder))
         return 0
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     measured = {row["config_hash"] for row in read_rows(options.skip)}
     cells = tuple(cell for cell in sweep.cells if cell.config.hash not in measured)
     if not cells:
-        raise UserError("--skip: every cell has rows")
+        raise UserError("--skip: all cells have rows")
     sweep = replace(sweep, cells=cells)
     states = [state_of(cell) for cell in sweep.cells]
     if options.what == "status":
@@ -103,18 +103,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def say(text: str) -> None:
-    """Print a whole line, also where several threads do."""
+    """Print a whole line, even if several threads print."""
     print(f"{visible(text)}\n", end="", flush=True)
 
 
 def collected(file: str, folder: Path | None) -> str:
-    """Write the rows of all cells: those outside --only must stay."""
+    """Write the rows of all cells, because those outside --only must be kept."""
     whole = load_sweep(file, folder)
     return f"{len(collect(whole))} rows in {whole.results}"
 
 
 def status(sweep: Sweep, states: Sequence[State]) -> list[str]:
-    """A line for the sweep and one for each cell."""
+    """A line for the sweep, then one for each cell."""
     kinds = collections.Counter(state.kind for state in states)
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     lines = [f"{sweep.name}: {len(states)} cells, {counts}; runs in {sweep.folder}"]
@@ -139,16 +139,16 @@ def plan(
         time += f" (assumed: {UTILISATION:.0%} of its data sheet's peak for each number format)"
     lines = [
         status(sweep, states)[0],
-        f"to do: {tokens / 1e6:,.1f} million tokens of training, {sum(training.values()):.2e} FLOP,"
-        f" and {sum(evaluation.values()):.2e} FLOP of evaluation",
+        f"to do: train on {tokens / 1e6:,.1f} million tokens ({sum(training.values()):.2e} FLOP),"
+        f" and evaluate ({sum(evaluation.values()):.2e} FLOP)",
         time,
-        "not counted: downloads, tokenising, memory and disk",
+        "not included: downloads, tokenising, memory and disk",
     ]
     return "\n".join(lines)
 
 
 def absent_data(sweep: Sweep, states: Sequence[State]) -> list[str]:
-    """A line for each corpus that is missing, with the command that makes it."""
+    """A line for each missing corpus, with the command that makes it."""
     prefixes: set[str] = set()
     for cell, state in zip(sweep.cells, states, strict=True):
         for key in DATA_PATHS:
@@ -157,7 +157,7 @@ def absent_data(sweep: Sweep, states: Sequence[State]) -> list[str]:
     lines = []
     for prefix in sorted(prefixes):
         if not prefix.startswith(TASK_PREFIX) and not Path(f"{prefix}.idx").exists():
-            lines.append(f"data are absent: {prefix} - {preparing(prefix)}")
+            lines.append(f"data are missing: {prefix} - {preparing(prefix)}")
     return lines
 
 

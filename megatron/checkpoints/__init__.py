@@ -1,1 +1,1 @@
-"""Checkpoints on the disk: what a folder holds and whether it is whole; their models."""
+"""Checkpoints on disk: what is in a folder, whether it is complete, and its model."""

@@ -1,7 +1,7 @@
 """checkpoint.json: what a checkpoint is, and the size and SHA-256 of each of its files.
 
-It is written last. Its own last line is the SHA-256 of its text, so damage to it is noticed too.
-These sums notice damage. They do not prove who wrote the files.
+It is written last. Its own last line is the SHA-256 of its text, so damage to it is detected too.
+These sums detect damage; they don't prove who wrote the files.
 """
 
 import hashlib
@@ -25,27 +25,27 @@ RECORD = "checkpoint.json"
 FOLDER = re.compile(r"global_step(\d+)")
 WEIGHTS = "model.safetensors"
 SETTINGS = "config.yml"
-OPTIMIZER = "optimizer.safetensors"  # for resuming alone
-TOKENIZER = "tokenizer"  # folder of a run that was imported
+OPTIMIZER = "optimizer.safetensors"  # only needed for resuming
+TOKENIZER = "tokenizer"  # folder of an imported run
 SUM = "sha256"
-NO_SUM = "0" * 64  # stands in the text whose sum is taken
+NO_SUM = "0" * 64  # replaces the sum in the text while it is computed
 LARGEST_RECORD = 64 * 2**20  # bytes; a record of a million unlogged losses has 20
-SHOWN = 3  # faults in one message
+SHOWN = 3  # most faults in one message
 
 Entries = dict[str, dict[str, Any]]  # file name -> {"bytes": its size, "sha256": hex digits}
 
 
 class Damaged(UserError):
-    """A checkpoint that is not as it was written.
+    """A checkpoint that has changed since it was written.
 
-    faults: one sentence for each, which begins with the file
+    faults: one sentence per fault; each begins with the file
     """
 
     def __init__(self, faults: Sequence[str]) -> None:
         self.faults = list(faults)
         super().__init__(
-            f"{'; '.join(self.faults[:SHOWN])} - copy the checkpoint again, or take another one:"
-            " tools/inspect_files.py shows which are whole"
+            f"{'; '.join(self.faults[:SHOWN])} - copy the checkpoint again, or use another one:"
+            " tools/inspect_files.py shows which are undamaged"
         )
 
 
@@ -55,7 +55,7 @@ class FileEntry(BaseModel):
 
 
 class CheckpointRecord(BaseModel):
-    """The entries of checkpoint.json without which nothing can be read."""
+    """The entries of checkpoint.json that are always required."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -68,7 +68,7 @@ class CheckpointRecord(BaseModel):
 
 
 def entry_of(path: Path) -> dict[str, Any]:
-    """The entry of a file in a record: its size and SHA-256."""
+    """A file's entry in a record: its size and SHA-256."""
     check_regular(path)
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
@@ -82,9 +82,9 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """checkpoint.json of a folder global_stepN; raises Damaged unless it is as it was written."""
+    """checkpoint.json of a folder global_stepN; raises Damaged if it was changed."""
     file = path / RECORD
-    if not os.path.exists(file):  # Path's method raises for a name that is too long
+    if not os.path.exists(file):  # Path's method raises an error for a name that is too long
         raise Damaged([f"{file}: is missing"])
     try:
         text = read_small(file, LARGEST_RECORD)
@@ -100,18 +100,19 @@ def read_record(path: Path) -> dict[str, Any]:
         raise Damaged([f"{file}: {fault}"])
     named = FOLDER.fullmatch(path.name)
     if named and int(named[1]) != record["step"]:
-        raise Damaged([f"{file}: is the one of step {record['step']}"])
+        raise Damaged([f"{file}: belongs to step {record['step']}"])
     return record
 
 
 def imported_class(record: Mapping[str, Any]) -> str | None:
-    """Hugging Face's class that the weights were imported from, or None: their seed is unknown."""
+    """Hugging Face's class that the weights were imported from (then their seed is unknown), or
+    None."""
     origin = record.get("origin") or {}
     return origin.get("architecture") if origin.get("kind") == "huggingface" else None
 
 
 def weights_of(path: Path, record: Mapping[str, Any]) -> str:
-    """12 hex digits of a checkpoint's file of weights; its record saves the reading."""
+    """12 hex digits of a checkpoint's weights file, from its record if possible."""
     entry = record["files"].get(WEIGHTS) or entry_of(path / WEIGHTS)
     return entry["sha256"][:12]
 
@@ -122,9 +123,9 @@ def note_opened(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def faults_of(path: Path, names: Collection[str] | None = None) -> list[str]:
-    """Faults of a checkpoint, one sentence for each file; [] if there are none.
+    """The faults of a checkpoint, one sentence per file; [] if there are none.
 
-    names: look at these files alone, where the checkpoint lists them; None for all
+    names: check only these files, if the checkpoint lists them; None for all
     """
     try:
         entries = read_record(path)["files"]
@@ -141,14 +142,14 @@ def faults_of(path: Path, names: Collection[str] | None = None) -> list[str]:
             faults.append(f"{file}: cannot be read ({in_words(fault)})")
             continue
         if size != entry["bytes"]:
-            faults.append(f"{file}: has {size:,} bytes, {entry['bytes']:,} were written")
+            faults.append(f"{file}: has {size:,} bytes, but {entry['bytes']:,} were written")
         elif digest != entry["sha256"]:
             faults.append(f"{file}: was changed after it was written")
     return faults
 
 
 def check_files(path: Path, names: Collection[str] | None = None) -> None:
-    """Raises Damaged unless files of a checkpoint are as they were written; see `faults_of`."""
+    """Raises Damaged if files of a checkpoint have changed; see `faults_of`."""
     faults = faults_of(path, names)
     if faults:
         raise Damaged(faults)

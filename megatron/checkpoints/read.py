@@ -36,8 +36,8 @@ def read_meta(path: Path) -> tuple[Config, dict[str, Any]]:
     if config_hash != config.hash:
         files = SETTINGS if config.pos_emb_code is None else f"{SETTINGS} with {COPY}"
         raise UserError(
-            f"{path}/{files}: its hash is {config.hash}, the checkpoint says {config_hash}"
-            " - it was edited after training"
+            f"{path}/{files}: its hash is {config.hash}, but the checkpoint says {config_hash} - it"
+            " was edited after training"
         )
     return config, meta
 
@@ -47,8 +47,8 @@ def load_for_evaluation(
 ) -> tuple[GPT, Config, dict[str, Any]]:
     """The trained model in float32 and eval mode, the run's configuration, and checkpoint.json.
 
-    To the latter `path` is added, the folder global_stepN. Raises UserError if there is no
-    checkpoint, or it does not hold the model that its configuration describes.
+    The record also gets `path`, the folder global_stepN. Raises UserError if there is no
+    checkpoint, or if it doesn't have the model that its configuration describes.
     """
     path = find(folder, step)
     config, meta = read_meta(path)
@@ -65,10 +65,9 @@ def load_model(
 ) -> GPT:
     """The model of a configuration with the weights of a folder global_stepN, in eval mode.
 
-    It is that of the stage of its step. record: checkpoint.json; weights: those of another kind of
-    folder, which are checked already
-    In memory are the model and one of the tensors in the file.
-    Raises UserError if the weights cannot be read, were changed or are those of another model.
+    It has the settings of its step's stage. record: checkpoint.json; weights: from another kind of
+    folder, already checked. Memory holds the model and one tensor of the file at a time.
+    Raises UserError if the weights cannot be read, were changed or belong to another model.
     """
     vocab = record["vocab"]
     file = path / WEIGHTS
@@ -82,24 +81,23 @@ def load_model(
         fill(model, weights)
     except ValueError as fault:
         raise UserError(
-            f"{file}: does not hold the model of its config.yml: {fault} - copy the checkpoint"
-            " again"
+            f"{file}: does not fit the model of its config.yml: {fault} - copy the checkpoint again"
         ) from None
     return model.eval()
 
 
 def opened(file: Path) -> safe_open:
-    """A file of weights. Raises Damaged if it cannot be read, or has been deleted meanwhile."""
+    """Open a weights file. Raises Damaged if it cannot be read or was deleted meanwhile."""
     try:
         return safe_open(file, "pt")
-    except (OSError, RuntimeError, SafetensorError) as fault:  # the second is torch's own opening
+    except (OSError, RuntimeError, SafetensorError) as fault:  # torch opens it a second time
         raise Damaged([f"{file}: cannot be read ({in_words(fault)})"]) from None
 
 
 def tensors_of(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of a file of weights, one after another.
+    """The names and tensors of a weights file, one after another.
 
-    The file is opened for each: of an open one, all pages that were read stay in memory.
+    The file is opened for each tensor, because all pages read from an open file stay in memory.
     """
     with opened(file) as weights:
         names = list(weights.keys())
@@ -109,9 +107,9 @@ def tensors_of(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def fill(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Give a model all its weights, float32, by their names.
+    """Set all weights of a model (float32) by name.
 
-    Raises ValueError for one that is missing, left over, or of another shape.
+    Raises ValueError if a weight is missing, left over, or has another shape.
     """
     missing = model.state_dict()
     for name, weight in weights:
@@ -119,7 +117,7 @@ def fill(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
         if parameter is None:
             raise ValueError(f"{name} is left over")
         if weight.shape != parameter.shape:
-            raise ValueError(f"{name} is {list(weight.shape)}, not {list(parameter.shape)}")
+            raise ValueError(f"{name} has shape {list(weight.shape)}, not {list(parameter.shape)}")
         parameter.copy_(weight)
     if missing:
         raise ValueError(f"{', '.join([*missing][:8])} missing")

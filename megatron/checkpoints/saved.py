@@ -1,6 +1,7 @@
-"""The checkpoints in a run's folder: their steps, the one to continue, the parent of a fine-tuning.
+"""The checkpoints in a run's folder: their steps, which one to continue, and a fine-tuning's
+parent.
 
-All that needs an engine or a model is elsewhere: only names and records are read here. So training,
+We only read names and records here; whatever needs an engine or a model is elsewhere. So training,
 sweeps and evaluation agree on a run's parent, which counts for the configuration's hash.
 """
 
@@ -30,20 +31,20 @@ LONGEST_POINTER = 4096  # bytes of `latest`
 
 
 def folder_of(run: Path, step: int) -> Path:
-    """The folder of a run's checkpoint."""
+    """The folder of a run's checkpoint at a step."""
     return run / f"global_step{step}"
 
 
 def step_of(path: Path) -> int | None:
-    """The step that a folder's name says, or None for another kind of name."""
+    """The step in a folder's name, or None if it is another kind of name."""
     named = FOLDER.fullmatch(path.name)
     return int(named[1]) if named else None
 
 
 def steps_in(run: Path) -> list[int]:
-    """Steps of the folders global_stepN that hold files, ascending.
+    """Steps of the folders global_stepN that have files, ascending.
 
-    One that has lost its checkpoint.json counts: whoever reads it says so.
+    A folder that has lost its checkpoint.json counts too: reading it gives a clear message.
     """
     steps = []
     for path in run.glob("global_step*"):
@@ -54,9 +55,9 @@ def steps_in(run: Path) -> list[int]:
 
 
 def latest_step(run: Path) -> int | None:
-    """The step that `latest` names, else the newest one, or None if there is no checkpoint.
+    """The step in `latest`, else the newest one, or None if there is no checkpoint.
 
-    `latest` decides, also where newer checkpoints exist, so that a run can be set back by hand.
+    `latest` decides, even if newer checkpoints exist, so that you can set a run back.
     """
     steps = steps_in(run)
     with suppress(OSError):
@@ -68,23 +69,23 @@ def latest_step(run: Path) -> int | None:
 
 
 def find(folder: str | Path, step: int | None = None) -> Path:
-    """The folder global_stepN that `folder` is or holds; raises UserError if there is none.
+    """The folder global_stepN that `folder` is or contains; raises UserError if there is none.
 
-    A folder that has lost its checkpoint.json is found too: reading it says so, and nobody takes it
-    for an empty place.
+    A folder that has lost its checkpoint.json is found too: reading it gives a clear message, and
+    nothing mistakes it for an empty folder.
     """
     folder = Path(folder)
     folder_step = step_of(folder)
     if folder_step is not None and folder.is_dir() and any(folder.iterdir()):
         if step not in (None, folder_step):
             raise UserError(
-                f"checkpoint: {folder} is the one of step {folder_step}, not of step {step}"
-                " - name the run's folder, or leave the step out"
+                f"checkpoint: {folder} belongs to step {folder_step}, not to step {step} - name the"
+                " run's folder, or remove the step"
             )
         return folder
     if not folder.is_dir():
         raise UserError(
-            f"checkpoint: no folder {folder}"
+            f"checkpoint: there is no folder {folder}"
             " - train first, or set load to the folder that training saved to"
         )
     existing = steps_in(folder)
@@ -94,8 +95,8 @@ def find(folder: str | Path, step: int | None = None) -> Path:
     number = "N" if step is None else step
     steps = ", ".join(map(str, existing)) or "none"
     raise UserError(
-        f"checkpoint: looked for global_step{number}/{RECORD} in {folder},"
-        f" steps there: {steps} - check load and the step, or bring in what other programs wrote by"
+        f"checkpoint: looked for global_step{number}/{RECORD} in {folder}, steps there: {steps} -"
+        " check load and the step, or import checkpoints of other programs with"
         f" tools/import_checkpoint.py {folder} -o RUN"
     )
 
@@ -104,12 +105,12 @@ def find(folder: str | Path, step: int | None = None) -> Path:
 
 
 def leftovers(run: Path) -> list[Path]:
-    """Folders of checkpoints that were not finished or not wholly deleted."""
+    """Folders of checkpoints that are only partly written or partly deleted."""
     return sorted([*run.glob("partial_step*"), *run.glob("removing_*")])
 
 
 def remove_unfinished(run: Path) -> None:
-    """Remove what killed runs left half written or half deleted; for the folder's owner alone."""
+    """Remove what killed runs left half written or half deleted; only for the folder's owner."""
     for leftover in leftovers(run):
         _remove_if_possible(leftover)
 
@@ -117,8 +118,8 @@ def remove_unfinished(run: Path) -> None:
 def remove_checkpoint(path: Path) -> None:
     """Delete a checkpoint. It is renamed first, so that a half deleted one never looks complete.
 
-    Of a link to another run's checkpoint the link is deleted. Raises OSError if it cannot be
-    renamed; what then cannot be deleted is a warning.
+    If it is a link to another run's checkpoint, only the link is deleted. Raises OSError if it
+    cannot be renamed; if it cannot be deleted afterwards, there is a warning.
     """
     if os.path.lexists(path):
         renamed = path.with_name(f"removing_{path.name}")
@@ -129,15 +130,15 @@ def remove_checkpoint(path: Path) -> None:
 def _remove_if_possible(path: Path) -> None:
     try:
         remove(path)
-    except OSError as fault:  # NFS keeps a file that somebody reads
+    except OSError as fault:  # NFS keeps a file while a process reads it
         logger.warning("%s: cannot be removed now (%s)", path, fault.strerror)
 
 
 def keep_weights_only(folder: Path) -> None:
     """Delete the optimizer's state of every checkpoint in a run's folder; evaluation needs none.
 
-    checkpoint.json stops listing the file before it goes: whenever this is interrupted, what is
-    listed exists. A checkpoint whose record is damaged is left as it is.
+    checkpoint.json stops listing the file before it is deleted, so even after an interruption all
+    listed files exist. A checkpoint with a damaged record is left unchanged.
     """
     for step in steps_in(folder):
         path = folder_of(folder, step)
@@ -153,7 +154,7 @@ def keep_weights_only(folder: Path) -> None:
         (path / OPTIMIZER).unlink(missing_ok=True)
 
 
-# --- what a run starts from -----------------------------------------------------------------------
+# --- where a run starts -----------------------------------------------------------------------
 
 
 def with_parent(config: Config) -> Config:
@@ -166,18 +167,20 @@ def with_parent(config: Config) -> Config:
     save = config["save"]
     finetune = config["finetune"]
     if load is None and finetune:
-        raise UserError("load: is not set; finetune starts from the checkpoint in this folder")
+        raise UserError(
+            "load: is not set; finetune needs the folder of the checkpoint to start from"
+        )
     parent = None
     if load is not None and (not finetune or is_one_folder(config)):
-        # One that has begun in another folder keeps its parent, also if `load` is gone.
+        # A run that has begun in another folder keeps its parent, even if `load` is gone.
         parent = (save and recorded_parent(Path(save))) or recorded_parent(Path(load))
         if parent is None and finetune:
             raise UserError(
-                f"finetune: load and save are both {load}, which holds no fine-tuned checkpoint -"
+                f"finetune: load and save are both {load}, which has no fine-tuned checkpoint -"
                 " save elsewhere to start from its weights, or set finetune: false"
             )
     elif load is not None:
-        # One that has begun keeps its parent, also if that was trained further or is gone.
+        # A run that has begun keeps its parent, even if that was trained further or is gone.
         parent = recorded_parent(Path(save)) if save else None
         parent_path = Path(parent.path or "").resolve() if parent else Path()
         if parent is None or Path(load).resolve() not in (parent_path, parent_path.parent):
@@ -194,13 +197,13 @@ def with_parent(config: Config) -> Config:
 
 
 def is_one_folder(config: Config) -> bool:
-    """Whether a run loads from the folder that it saves to."""
+    """Whether a run loads from the folder to which it saves."""
     load, save = config.checkpoint.load, config.checkpoint.save
     return None not in (load, save) and Path(str(load)).resolve() == Path(str(save)).resolve()
 
 
 def recorded_parent(folder: Path) -> Parent | None:
-    """The parent that a run's checkpoint names, or None; also if its record is damaged."""
+    """The parent in a run's checkpoint, or None; also None if its record is damaged."""
     try:
         parent = read_record(find(folder)).get("parent")
     except UserError:

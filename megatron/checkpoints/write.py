@@ -1,4 +1,4 @@
-"""Write a checkpoint: the files that evaluation reads, the record, and the name of the newest."""
+"""Write a checkpoint: the files for evaluation, the record, and the name of the newest."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +24,7 @@ from megatron.files import remove, sync, umask, write_text
 
 
 def synced(files: list[Path]) -> Entries:
-    """Size and SHA-256 of each file, which is on the disk then."""
+    """Sync each file to disk; its size and SHA-256."""
     for file in files:
         sync(file)
     return {file.name: entry_of(file) for file in files}
@@ -38,14 +38,14 @@ def write_checkpoint(
     facts: Mapping[str, Any],
     optimizer: dict[str, Tensor] | None = None,
 ) -> Path:
-    """A checkpoint: to be evaluated, to start a fine-tuning from, or with `optimizer` to resume.
+    """Write a checkpoint for evaluation, fine-tuning or, with `optimizer`, resuming.
 
     It is written as partial_step{step} and renamed to global_step{step}; then `latest` names it.
 
-    weights: of the whole model by our names, float32, on the CPU
-    facts: `vocab`, the rows of the embedding, `tokenizer`, and what else the record shall say
+    weights: of the whole model, by our names, float32, on the CPU
+    facts: `vocab` (rows of the embedding), `tokenizer`, and other entries of the record
     optimizer: its state, as in `full_state`
-    Returns its folder. Raises UserError if the disk refuses it; then nothing of it is left.
+    Returns its folder. Raises UserError if it cannot be written; then nothing of it remains.
     """
     partial, final = run / f"partial_step{step}", folder_of(run, step)
     try:
@@ -66,5 +66,5 @@ def write_checkpoint(
     except (OSError, SafetensorError) as fault:
         remove(partial)
         raise UserError(
-            f"{partial} cannot be written ({in_words(fault)}) - make room or save elsewhere"
+            f"{partial} cannot be written ({in_words(fault)}) - free some space or save elsewhere"
         ) from None

@@ -22,7 +22,7 @@ RENAMED: dict[str, str] = SPELLINGS["renamed"]
 VALUES: dict[str, dict[str, str]] = SPELLINGS["values"]
 NO_EFFECT = {key: why for why, keys in SPELLINGS["no_effect"].items() for key in keys}
 OFF = {key: why for why, keys in SPELLINGS["must_be_off"].items() for key in keys}
-ELSEWHERE = {key: here for here, keys in SPELLINGS["elsewhere"].items() for key in keys}
+ELSEWHERE = {key: spelling for spelling, keys in SPELLINGS["elsewhere"].items() for key in keys}
 AFTER_MERGE: dict[str, str] = SPELLINGS["after_merge"]
 OPTIONS: dict[str, str] = SPELLINGS["options"]
 OLD = (*RENAMED, *NO_EFFECT, *OFF, *AFTER_MERGE, "bf16", "attention_config")
@@ -67,9 +67,9 @@ def translate(source: Mapping[str, Any], report: Report) -> dict[str, Any]:
             report.fault(f"{key}: {why}; set it to false or remove it")
         elif value is not ABSENT:
             report.no_effect(key, "it is off" if key in OFF else why)
-    for key, here in ELSEWHERE.items():
+    for key, spelling in ELSEWHERE.items():
         if _pop(settings, key) is not ABSENT:
-            report.fault(f"{key}: no such key; write {here}")
+            report.fault(f"{key}: no such key; write {spelling}")
     _precision(settings, report)
 
     # One corpus for training, validation and test, as in the files of Pythia.

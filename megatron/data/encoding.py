@@ -1,4 +1,4 @@
-"""Documents to the bytes of their ids: by words, here or in several processes."""
+"""Encode documents into the bytes of their ids: word by word, in one or several processes."""
 
 import multiprocessing
 import os
@@ -20,26 +20,26 @@ from megatron.data.tokenizers.tokenizer import Tokenizer
 from megatron.data.tokens import dtype_for
 from megatron.errors import UserError
 
-BATCH_CHARACTERS = 500_000  # encoded at once: the library holds some 150 bytes per token
-FEW = 8  # batches that are encoded here: processes would not be worth their start
-AHEAD = 4  # batches for each process that were read, and encode, wait, or are written next
+BATCH_CHARACTERS = 500_000  # characters encoded at once: the library needs some 150 bytes per token
+FEW = 8  # batches encoded in this process: starting others would take longer
+AHEAD = 4  # batches per process that are in memory: being encoded, waiting, or written next
 
-# GPT-2's pattern for ASCII. There no version of Unicode can disagree about letters and spaces.
+# GPT-2's pattern for ASCII, where no Unicode version can disagree about letters and spaces.
 WORD = re.compile(
     r"'(?:s|t|re|ve|m|ll|d)| ?[A-Za-z]+| ?[0-9]+| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+", re.ASCII
 )
 BEYOND_ASCII = re.compile(r"[^\x00-\x7f]")
-# Up to white space that follows an ASCII character. What is white space beyond ASCII, and may
-# reach over the spaces that follow it, stays inside.
+# Up to white space that follows an ASCII character. White space beyond ASCII stays inside, because
+# it may include the spaces after it.
 STRETCH = re.compile(r"(?:[^\x00-\x7f]+\s*|[^\s\x80-\U0010ffff]+)*+", re.ASCII)
-MOST = 400_000  # words that are remembered: some 80 MB
-LONGEST_WORD = 100  # characters of a word that is remembered
+MOST = 400_000  # words in the cache: some 80 MB
+LONGEST_WORD = 100  # characters of a word in the cache
 
 
 class TokenizerFiles(NamedTuple):
     """The files from which every process builds a tokenizer.
 
-    Without files HFTokenizer is a byte-level BPE that is trained on the corpus.
+    Without files HFTokenizer is a byte-level BPE trained on the corpus.
     """
 
     kind: str = "HFTokenizer"
@@ -55,12 +55,12 @@ class TokenizerFiles(NamedTuple):
 
 
 def batches_of(texts: Iterable[str], characters: int = BATCH_CHARACTERS) -> Iterator[list[str]]:
-    """Documents in lists of so many characters or more."""
+    """Documents in lists of at least this many characters."""
     batch: list[str] = []
     size = 0
     for text in texts:
         batch.append(text)
-        size += len(text) + 1  # a million blank documents are a batch too
+        size += len(text) + 1  # a million empty documents are a batch too
         if size >= characters:
             yield batch
             batch, size = [], 0
@@ -73,8 +73,9 @@ def encode_in_order(
 ) -> Generator[tuple[list[str], list[bytes]], None, None]:
     """Each batch of texts with their ids, in the order of the batches.
 
-    workers: 1: this process does all; more: so many processes encode, and this one reads and writes
-    Raises UserError if a process is lost, or a text cannot be encoded.
+    workers: 1: this process does everything; more: other processes encode, and this one reads and
+        writes
+    Raises UserError if a process dies or a text cannot be encoded.
     """
     rest = iter(batches)
     first = list(islice(rest, FEW + 1))
@@ -85,7 +86,7 @@ def encode_in_order(
             yield batch, encoder.encode(batch)
         return
 
-    # Not forks of this process: they would inherit the locks of its threads without the threads.
+    # Don't fork this process: forks would inherit the locks of its threads without the threads.
     context = multiprocessing.get_context("forkserver")
     ahead = deque()
     with ProcessPoolExecutor(workers, context, _start_worker, (files,)) as pool:
@@ -99,21 +100,21 @@ def encode_in_order(
                 yield batch, future.result()
         except BrokenProcessPool:
             raise UserError(
-                "--workers: a process that encodes has ended, killed or out of memory - start the"
-                " same command again, with fewer --workers if the memory does not suffice"
+                "--workers: an encoding process died (killed or out of memory) - run the same"
+                " command again, with fewer --workers if it ran out of memory"
             ) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-_encoder: "Encoder | None" = None  # of a process that encodes
+_encoder: "Encoder | None" = None  # of an encoding process
 
 
 def _start_worker(files: TokenizerFiles) -> None:
     global _encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C reaches all; the parent ends this one
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # One core for each process: libraries would start a thread for each core.
+    # One core per process: libraries would start a thread for each core.
     os.environ.update(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1")
     _encoder = Encoder(files)
 
@@ -131,10 +132,10 @@ def _encode_in_worker(texts: Sequence[str]) -> list[bytes]:
 
 
 class Encoder:
-    """Encodes batches of texts with one tokenizer, in the dtype of its token files.
+    """Encodes batches of texts with a tokenizer, in the dtype of its token files.
 
-    Byte-level BPE with GPT-2's pattern works by words: each is encoded once, and remembered as the
-    bytes of its ids.
+    Byte-level BPE with GPT-2's pattern works word by word: each word is encoded once, and the bytes
+    of its ids are cached.
     """
 
     def __init__(self, files: TokenizerFiles, most: int = MOST) -> None:
@@ -164,10 +165,10 @@ class Encoder:
 
 
 def words_of(text: str) -> list[str]:
-    """A text in words that can be encoded one by one: joined they are the text.
+    """Cut a text into words that can be encoded one by one; joined they are the text.
 
-    ASCII is cut by GPT-2's pattern. A stretch with other characters is one word, from white space
-    to white space; the library cuts it.
+    ASCII is cut by GPT-2's pattern. Other characters stay together in one word, from white space to
+    white space, which the library cuts.
     """
     words = []
     done = 0
@@ -177,7 +178,7 @@ def words_of(text: str) -> list[str]:
         while start > done and text[start - 1] in " \t\n\r\v\f":
             start -= 1
         stretch = STRETCH.match(text, place)
-        assert stretch is not None  # it matches nothing at least
+        assert stretch is not None  # it always matches, if only the empty text
         words += WORD.findall(text, done, start)
         words.append(text[start : stretch.end()])
         done = stretch.end()

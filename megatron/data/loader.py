@@ -1,4 +1,4 @@
-"""Batches of samples for each rank, from any point on."""
+"""Batches of samples for each rank, from any starting point."""
 
 import itertools
 import logging
@@ -39,9 +39,9 @@ def batches(
 ) -> Iterator[Tensor]:
     """Batches [micro_batch, length + 1] int64.
 
-    A step takes micro_batch * ranks samples; rank r gets the r-th micro_batch of them.
-    start: samples that all ranks together have used before;
-    repeat: start over after the last whole step, with a line in the log, instead of ending there;
+    A step uses micro_batch * ranks samples; rank r gets the r-th micro_batch of them.
+    start: samples that all ranks together have already used;
+    repeat: start over after the last whole step (which is logged) instead of ending there;
     num_workers: processes that read ahead; pin_memory: copies to CUDA need not wait for the host.
     Raises UserError if there is not one whole step.
     """
@@ -49,36 +49,36 @@ def batches(
     needed = 1 if repeat else micro_batch * ranks
     if count < needed:
         raise UserError(
-            f"data: {count} samples are too few for one step of {micro_batch} on each of {ranks} "
-            "ranks - prepare more text, make train_micro_batch_size_per_gpu smaller, or samples "
-            "shorter (seq_length)"
+            f"data: {count} samples are not enough for one step of {micro_batch} on each of {ranks}"
+            " ranks - prepare more text, make train_micro_batch_size_per_gpu smaller, or samples"
+            " shorter (seq_length)"
         )
     loader = DataLoader(
         _Batches(samples),
-        batch_size=None,  # the samples of a batch are one item
+        batch_size=None,  # a batch of samples is one item
         sampler=_steps(count, micro_batch, rank, ranks, start, repeat),
         num_workers=num_workers,
         prefetch_factor=PREFETCH if num_workers else None,
         pin_memory=pin_memory,
         worker_init_fn=_ignore_signals,
-        # The loader draws a seed, which must not shift the run's random numbers.
+        # The loader draws a seed, which must not advance the run's random generator.
         generator=torch.Generator(),
     )
     before = set(multiprocessing.active_children())
-    read_batches = iter(loader)  # workers start now, not with the first batch
+    read_batches = iter(loader)  # start the workers now, not with the first batch
     workers = set(multiprocessing.active_children()) - before
     multiprocessing.util.Finalize(None, _kill, args=(workers,), exitpriority=1)
     return map(_or_fault, read_batches)
 
 
 def _kill(workers: Iterable[BaseProcess]) -> None:
-    """End the workers that are left when this process ends.
+    """End the remaining workers when this process ends.
 
-    Python would send them SIGTERM, which they ignore, and wait for them for ever.
+    Python would send them SIGTERM, which they ignore, and wait forever.
     """
     for worker in workers:
         if worker.is_alive():
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error
             worker.kill()
 
 
@@ -91,7 +91,7 @@ def _or_fault(batch: Tensor | UserError) -> Tensor:
 class _Batches(Dataset):
     """Samples by the indices of a batch: [batch, length + 1] int64.
 
-    A UserError is a value here: torch would add a worker's traceback to it.
+    A UserError is returned as a value: torch would add a worker's traceback to it.
     """
 
     def __init__(self, samples: Indexable) -> None:
@@ -106,9 +106,9 @@ class _Batches(Dataset):
 
 
 def _ignore_signals(worker: int) -> None:
-    """Ctrl-C and a scheduler signal every process of a run; the training process must still save.
+    """Ignore signals: ctrl-C and schedulers signal every process, but the training must still save.
 
-    A worker ends with the training process.
+    A worker ends together with the training process.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
@@ -125,6 +125,6 @@ def _steps(
             return
         epoch_before = (first - 1) // count
         if last >= count and last // count > epoch_before:
-            log.warning("all %d samples have been used: they start over", count)
+            log.warning("all %d samples have been used, starting over", count)
         mine = first + rank * micro_batch
         yield [index % count for index in range(mine, mine + micro_batch)]

@@ -1,6 +1,6 @@
-"""The text of a part: a share of the documents of one corpus, or whole corpora that are blended.
+"""The text of a part: a share of one corpus's documents, or a blend of whole corpora.
 
-Blends are those of GPT-NeoX (2026), window for window.
+Blends equal those of GPT-NeoX (2026), window by window.
 """
 
 import math
@@ -19,9 +19,10 @@ from megatron.data.tokens import TokenFile
 from megatron.errors import UserError
 from megatron.splits import PARTS, TASK_PREFIX, plain_sum
 
-WHOLE = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}  # the split that is all of a part
-BLOCK = 2048  # windows whose turns are kept
-SURPLUS = 1.005  # each corpus gets so many more windows than its share, as in GPT-NeoX
+# for each part, the split that puts everything into it
+WHOLE = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}
+BLOCK = 2048  # windows per cached block
+SURPLUS = 1.005  # how many more windows than its share each corpus gets, as in GPT-NeoX
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class Part:
     """Token files of a part, or a task.
 
     name: train, valid or test
-    split: what of each file belongs to the part
-    weights: of the files in a blend; only their ratios count. None for a share of one corpus
+    split: which documents of each file belong to the part
+    weights: of the files in a blend; only the ratios matter. None for a share of one corpus
     """
 
     name: str
@@ -39,7 +40,7 @@ class Part:
     weights: tuple[float, ...] = ()
 
     def samples(self, length: int, seed: int, num_samples: int) -> Indexable:
-        """Windows for so many samples; UserError if there is no text."""
+        """Windows for this many samples; UserError if there is no text."""
         if isinstance(self.files[0], TaskText):
             return self.files[0].samples(self.name, length, seed)
         if not self.weights:
@@ -48,14 +49,14 @@ class Part:
         return Blend(self._read(length, seed, counts), self.weights)
 
     def _read(self, length: int, seed: int, counts: Sequence[int]) -> list[Samples]:
-        """So many samples of each file."""
+        """The samples of each file."""
         return [
             build_split(tokens, self.split, self.name, length, seed, count)
             for tokens, count in zip(self.files, counts, strict=True)
         ]
 
     def facts(self) -> list[dict]:
-        """Each corpus: its name, which share of it is read, and what it is."""
+        """The facts of each corpus: its name, the share that is read, and what identifies it."""
         use = {"part": self.name, "split": self.split}
         return [
             {"corpus": name_of(tokens), **use, "weight": weight, **tokens.identity()}
@@ -69,9 +70,9 @@ def name_of(tokens: TokenFile) -> str:
 
 
 def open_parts(data: Data, names: Iterable[str] = PARTS) -> dict[str, Part]:
-    """The parts that a configuration names, by name; a part without corpora is left out.
+    """The parts that a configuration defines, by name; parts without corpora are omitted.
 
-    UserError for a token file that is missing or damaged, and where no part of `names` has text.
+    UserError for a missing or damaged token file, or if no part of `names` has text.
     """
     if (data.data_path or "").startswith(TASK_PREFIX):
         task = TaskText(str(data.data_path).removeprefix(TASK_PREFIX), data.task_args)
@@ -95,7 +96,7 @@ def open_parts(data: Data, names: Iterable[str] = PARTS) -> dict[str, Part]:
         parts[name] = Part(name, files, WHOLE[name], tuple(weights))
     if not parts:
         missing = " and ".join(keys[name] for name in names)
-        raise UserError(f"{missing}: not given - name the corpora to read")
+        raise UserError(f"{missing}: is not set - name the corpora to read")
     return parts
 
 
@@ -105,8 +106,9 @@ def open_parts(data: Data, names: Iterable[str] = PARTS) -> dict[str, Part]:
 class Blend:
     """Windows of length + 1 tokens of several corpora.
 
-    Window k is that of the corpus that lags most behind its share of k windows. `len` is the sum of
-    theirs. A corpus that the blend asks for more than it has starts over, as in the reference.
+    Window k comes from the corpus that is furthest behind its share of k windows. `len` is the sum
+    over the corpora. If the blend needs more windows than a corpus has, the corpus starts over, as
+    in the reference.
     """
 
     def __init__(self, samples: Sequence[Samples], weights: Sequence[float]):
@@ -125,18 +127,19 @@ class Blend:
 
 
 class Turns:
-    """Which corpus each window is of, and how many of that corpus came before.
+    """Which corpus each window comes from, and how many windows of that corpus came before.
 
-    Window k is of the corpus with the largest max(k, 1) * weight - windows so far, in float64, the
-    first of equals: build_blending_indices in GPT-NeoX's helpers.cpp, which keeps 9 bytes of each
-    window. Here the counts before every block are kept, up to the highest that was asked for.
+    Window k comes from the corpus with the largest max(k, 1) * weight - windows so far, in float64,
+    the first one if several are equal: build_blending_indices in GPT-NeoX's helpers.cpp, which
+    stores 9 bytes for each window. We only store the counts before each block, up to the last block
+    that was used.
     """
 
     def __init__(self, weights: Sequence[float]):
         once = np.array(shares(weights))
-        self.weights = (once / once.sum()).tolist()  # a second time, as the reference does
+        self.weights = (once / once.sum()).tolist()  # a second time, like the reference
         self._starts = [[0] * len(weights)]  # windows of each corpus before each block
-        self._block = -1  # the last whose turns were chosen
+        self._block = -1  # the latest block that was computed
         self._turns = []
 
     def __getitem__(self, index: int) -> tuple[int, int]:
@@ -166,14 +169,15 @@ def shares(weights: Sequence[float]) -> list[float]:
 
 
 def samples_of_each(weights: Sequence[float], num_samples: int) -> list[int]:
-    """Windows that each corpus must have for a blend of so many, as GPT-NeoX counts them."""
+    """Windows that each corpus must have for a blend of this size, as GPT-NeoX counts them."""
     return [math.ceil(num_samples * share * SURPLUS) for share in shares(weights)]
 
 
 def weights_by_documents(documents: Sequence[int], alpha: float) -> list[float]:
     """GPT-NeoX's weight_by_num_documents: p ** alpha * (1 - p) for a share p of the documents.
 
-    The second factor is the reference's. So even with alpha = 1 large corpora get less than p.
+    The second factor comes from the reference. So even with alpha = 1 large corpora get less than
+    p.
     """
     if len(documents) == 1:
         return [1.0]

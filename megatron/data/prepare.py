@@ -1,4 +1,4 @@
-"""From text to token files, with the tokenizer that wrote them beside."""
+"""Turn text into token files, with the tokenizer next to them."""
 
 import logging
 import shlex
@@ -24,10 +24,10 @@ from megatron.splits import SPLIT
 
 log = logging.getLogger(__name__)
 
-TRAINING_CHARACTERS = 200_000_000  # a tokenizer learns from this much of a corpus at most
-TRAINED = "tokenizer.json"  # beside the token files
-UNKNOWN = "text that is the unknown token"
-VOCAB_SIZE = 4096  # entries of a tokenizer that is trained here
+TRAINING_CHARACTERS = 200_000_000  # a tokenizer is trained on at most this much of a corpus
+TRAINED = "tokenizer.json"  # next to the token files
+UNKNOWN = "text that became the unknown token"
+VOCAB_SIZE = 4096  # entries of a tokenizer that we train
 
 
 def prepare(
@@ -40,11 +40,12 @@ def prepare(
     workers: int = 1,
     command: Sequence[str] = (),
 ) -> str:
-    """Write DATA_DIR/NAME/NAME_text_document.{bin,idx,json} and return the summary to print.
+    """Write DATA_DIR/NAME/NAME_text_document.{bin,idx,json} and return a summary to print.
 
-    vocab_size: entries of a tokenizer that is trained here
-    workers: processes that encode, which changes no token; command: words for PREFIX.json
-    Raises UserError for what the user can correct. A fault changes nothing that was there.
+    vocab_size: entries of a tokenizer that we train
+    workers: processes that encode (the tokens stay the same); command: words for PREFIX.json
+    Raises UserError for mistakes that the user can fix. After a fault, existing files are
+    unchanged.
     """
     folder = data_dir / corpus.name
     prefix = folder / f"{corpus.name}_text_document"
@@ -57,8 +58,8 @@ def prepare(
         changes = _changes(tokens.meta, corpus, description(files.build()) | trained_for)
         if changes:
             raise UserError(
-                f"{prefix}: exists already, prepared with other {' and '.join(changes)} - take"
-                " another --name or -d, or --overwrite"
+                f"{prefix}: exists already, prepared with other {' and '.join(changes)} - choose"
+                " another --name or -d, or add --overwrite"
             )
         return f"already prepared\n{_summary(tokens, files)}"
     try:
@@ -90,7 +91,7 @@ def prepare(
 
 
 def _changes(card: dict, corpus: Corpus, tokenizer: dict) -> list[str]:
-    """In what a preparation of today would differ from the one that a card describes."""
+    """How a preparation now would differ from the one that a card describes."""
     changes = []
     if card.get("tokenizer") != tokenizer:
         changes.append("tokenizer")
@@ -101,18 +102,18 @@ def _changes(card: dict, corpus: Corpus, tokenizer: dict) -> list[str]:
         if sums != [source["sha256"] for source in corpus.sources()]:
             changes.append("sources")
     else:
-        log.warning(f"{corpus.name}: the tokens are not compared with the files of the network")
+        log.warning(f"{corpus.name}: the existing tokens were not compared with the files online")
     return changes
 
 
 def _encode(
     corpus: Corpus, tokenizer: Tokenizer, files: TokenizerFiles, writer: TokenWriter, workers: int
 ) -> None:
-    """Write every document, and how many bytes of text they had; count those without tokens."""
+    """Write every document and count the bytes of text; also count documents without tokens."""
     end = np.array([tokenizer.eod], writer.dtype).tobytes()
     batches = batches_of(corpus.documents())
     text_bytes = 0
-    # Nothing is shown unless stderr is a terminal.
+    # The bar is only shown if stderr is a terminal.
     bar = tqdm(desc=corpus.name, unit="B", unit_scale=True, disable=None)
     with bar, closing(encode_in_order(batches, files, workers)) as ordered:
         for batch, contents in ordered:
@@ -130,7 +131,7 @@ def _encode(
 
 
 def training_texts(corpus: Corpus, left: int = TRAINING_CHARACTERS) -> Iterator[str]:
-    """The text that a tokenizer is trained on: the first characters that are not held out."""
+    """The text that a tokenizer is trained on: the beginning of the text that is not held out."""
     for text in islice(corpus.documents(), corpus.to_train_on):
         yield text[:left]
         left -= len(text)
@@ -139,7 +140,7 @@ def training_texts(corpus: Corpus, left: int = TRAINING_CHARACTERS) -> Iterator[
 
 
 def _summary(tokens: TokenFile, files: TokenizerFiles) -> str:
-    """A summary of the token files, and the lines for a YAML file."""
+    """A summary of the token files, with the lines for a YAML file."""
     meta = tokens.meta
     split = meta.get("split", SPLIT)
     writer = meta["tokenizer"]

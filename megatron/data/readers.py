@@ -1,7 +1,7 @@
-"""Corpora, and corpora of files: JSON, text and Parquet, packed, in tar archives or not.
+"""Corpora, and corpora of files: JSON, text and Parquet, compressed, in tar archives or plain.
 
-Files are streamed: memory holds one document several times, never a file. The exception is a JSON
-array, which must be as small as a document.
+Files are streamed: memory holds a few copies of one document, never a whole file. The exception is
+a JSON array, which must be as small as a document.
 """
 
 import gzip
@@ -24,13 +24,13 @@ from megatron.errors import UserError, in_words
 from megatron.files import sha256_of
 
 CHUNK = 1 << 20
-# One block of zstd, of 4 bytes or more, unpacks to 128 KiB at most: so much input to 32 MiB.
+# A zstd block, of 4 bytes or more, unpacks to at most 128 KiB: this much input gives 32 MiB.
 ZSTD_INPUT = 1 << 10
-WINDOW = 1 << 31  # zstd's largest: the Pile was compressed with long windows
-LONGEST = 256_000_000  # bytes of a line, an array or a text file: memory holds it several times
-ROWS = 16  # of a Parquet file that are in memory at a time
+WINDOW = 1 << 31  # zstd's largest window: the Pile was compressed with long ones
+LONGEST = 256_000_000  # bytes of a line, an array or a text file: memory holds several copies
+ROWS = 16  # rows of a Parquet file that are in memory at a time
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-# A number beside the text may have more digits than Python makes an integer of.
+# A number next to the text may have more digits than Python's int accepts.
 READ_JSON = json.JSONDecoder(parse_int=float).decode
 ABRIDGED = Repr()
 ABRIDGED.maxdict = 20
@@ -39,10 +39,10 @@ ABRIDGED.maxdict = 20
 class Corpus:
     """Where documents come from.
 
-    about: what else PREFIX.json says of it, such as its recipe and how it was limited
-    to_train_on: so many of its first documents are not held out; None: the split decides that
-    skips: how many entries or files the last `documents()` left out, by reason
-    is_here: whether `sources` can be said without a download
+    about: what else PREFIX.json says about it, such as its recipe and limits
+    to_train_on: how many of its first documents are not held out; None: the split decides
+    skips: how many entries or files the last `documents()` skipped, by reason
+    is_here: whether `sources` needs no download
     """
 
     def __init__(self, name: str) -> None:
@@ -57,7 +57,7 @@ class Corpus:
         raise NotImplementedError
 
     def sources(self) -> list[dict]:
-        """The files that are read, each with its sha256."""
+        """The files that are read, with their sha256."""
         raise NotImplementedError
 
 
@@ -65,8 +65,8 @@ class Files(Corpus):
     """A corpus of files.
 
     inputs: files and folders
-    keys: what holds the text in JSON lines and tables; the first that an entry has
-    keep: only entries of JSON lines with these values under these keys are documents
+    keys: the keys of the text in JSON lines and tables; the first that an entry has is used
+    keep: use only entries of JSON lines with these values under these keys
     """
 
     def __init__(
@@ -87,10 +87,9 @@ class Files(Corpus):
         return self.paths
 
     def documents(self) -> Iterator[str]:
-        """The text of every document: files as given, folders by name.
+        """The text of every document: files in the given order, folders sorted by name.
 
-        Raises UserError at the first fault, such as a file that is cut off: it must not pass for a
-        shorter corpus.
+        Raises UserError at the first fault: a truncated file must not pass for a shorter corpus.
         """
         self.skips.clear()
         self._read.clear()
@@ -104,7 +103,7 @@ class Files(Corpus):
             except Exception as fault:  # each library has its own
                 raise UserError(
                     f"--input: {path} cannot be read ({in_words(fault)[:200]}) - check that it is"
-                    " whole and of the kind that its name says, or copy it again"
+                    " complete and has the right ending, or copy it again"
                 ) from None
 
     def sources(self) -> list[dict]:
@@ -114,7 +113,7 @@ class Files(Corpus):
             for path in self._read or self.needed()
         ]
 
-    # --- Kinds of files. name: for messages; its end says what the file is ---
+    # --- Kinds of files. name: for messages; its ending gives the kind ---
 
     def _texts(self, name: str, file: IO[bytes]) -> Iterator[str]:
         end = name.lower()
@@ -123,7 +122,7 @@ class Files(Corpus):
         return reader(self, name, unpacked(name, file))
 
     def _json(self, name: str, file: IO[bytes]) -> Iterator[str]:
-        """The texts of JSON lines, or of one array."""
+        """The texts of JSON lines or of a JSON array."""
         for where, entry in entries(name, file):
             if any(value_at(entry, key) != value for key, value in self.keep.items()):
                 self.skips[f"not {self.keep}"] += 1
@@ -132,7 +131,7 @@ class Files(Corpus):
             try:
                 text.encode()
             except UnicodeEncodeError:
-                # JSON can spell half a surrogate pair, which no tokenizer takes: U+FFFD.
+                # JSON can contain half a surrogate pair, which no tokenizer accepts: use U+FFFD.
                 text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             yield text
 
@@ -141,7 +140,7 @@ class Files(Corpus):
 
     def _table(self, name: str, file: IO[bytes]) -> Iterator[str]:
         """The rows of a Parquet file."""
-        from pyarrow import parquet  # here, because it is slow to import and rarely needed
+        from pyarrow import parquet  # here, because importing it is slow and it is rarely needed
 
         number = itertools.count(1)
         table = parquet.ParquetFile(file)
@@ -152,7 +151,7 @@ class Files(Corpus):
                 yield text_of(row, self.keys, f"{name}: row {next(number)}")
 
     def _archive(self, name: str, file: IO[bytes]) -> Iterator[str]:
-        """The documents of the regular files of an archive; nothing is written to the disk."""
+        """The documents of an archive's regular files; nothing is written to the disk."""
         with tarfile.open(fileobj=file, mode="r|", tarinfo=_Member) as archive:
             while (member := archive.next()) is not None:
                 archive.members = []  # type: ignore[attr-defined]  # else memory keeps them all
@@ -180,9 +179,9 @@ READERS |= {".tgz": Files._archive, ".parquet": Files._table}
 
 
 def files_in(folder: Path) -> list[Path]:
-    """The files in a folder and below it, by name, without hidden ones and Python's caches.
+    """The files in a folder and its subfolders, by name, without hidden files and Python's caches.
 
-    Linked folders are opened as any other. OSError for a folder that cannot be read.
+    Linked folders are followed. OSError for a folder that cannot be read.
     """
     files = []
     for place, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
@@ -200,7 +199,7 @@ def _refuse(fault: OSError) -> None:
 
 
 def list_files(inputs: Sequence[str | Path]) -> list[Path]:
-    """The files that inputs name, folders opened up, each once; UserError for what is missing."""
+    """All files that the inputs name or contain, each once; UserError if one is missing."""
     files = {}
     for path in map(Path, inputs):
         inside = files_in(path) if path.is_dir() else [path]
@@ -208,7 +207,7 @@ def list_files(inputs: Sequence[str | Path]) -> list[Path]:
         if missing or not inside:
             raise UserError(
                 f"--input: {[*missing, path][0]} is neither a file nor a folder with files in it"
-                f" (looked from {Path.cwd()}) - give existing files or folders"
+                f" (looked from {Path.cwd()}) - name existing files or folders"
             )
         for file in inside:
             files.setdefault(os.path.realpath(file), file)
@@ -219,17 +218,17 @@ def list_files(inputs: Sequence[str | Path]) -> list[Path]:
 
 
 def bounded(content: bytes, where: str) -> bytes:
-    """The same content; UserError if it is too long."""
+    """Return the content unchanged; UserError if it is too long."""
     if len(content) > LONGEST:
         raise UserError(
-            f"{where}: is longer than {LONGEST // 1_000_000} MB, which would fill the memory -"
-            " remove it, or cut it into several"
+            f"{where}: is longer than {LONGEST // 1_000_000} MB and would fill the memory - remove"
+            " it, or cut it into pieces"
         )
     return content
 
 
 def entries(name: str, file: IO[bytes]) -> Iterator[tuple[str, Any]]:
-    """Each entry of a JSON file, after the place where it stands."""
+    """Each entry of a JSON file, with its place in the file."""
     for number, line in enumerate(iter(lambda: file.readline(LONGEST + 1), b""), 1):
         where = f"{name}:{number}"
         if number == 1:
@@ -244,20 +243,20 @@ def entries(name: str, file: IO[bytes]) -> Iterator[tuple[str, Any]]:
 
 
 def json_value(content: bytes, where: str) -> Any:
-    """The value of a line, or of a file, of JSON; UserError if it is none."""
+    """The value of a line or a file of JSON; UserError if it is not JSON."""
     try:
         return READ_JSON(bounded(content, where).decode("utf-8", "surrogatepass"))
     except UserError:
         raise
     except (ValueError, RecursionError) as fault:
         raise UserError(
-            f"{where}: cannot be read as JSON in UTF-8 ({str(fault)[:200]}) - correct or remove it:"
-            " each line is an entry, or the file is one array"
+            f"{where}: cannot be read as JSON in UTF-8 ({str(fault)[:200]}) - fix or remove it:"
+            " each line must be an entry, or the whole file an array"
         ) from None
 
 
 def value_at(entry: Any, key: str) -> Any:
-    """What an entry has under a key, with a dot for what lies deeper; None if it has nothing."""
+    """The value of an entry under a (dotted) key; None if it has none."""
     parts = [key] if isinstance(entry, dict) and key in entry else key.split(".")
     for part in parts:
         entry = entry.get(part) if isinstance(entry, dict) else None
@@ -272,13 +271,13 @@ def text_of(entry: Any, keys: Sequence[str], where: str) -> str:
     values = (value_at(entry, key) for key in keys)
     value = next((value for value in values if value is not None), None)
     document = entry if isinstance(entry, str) else {"text": value}
-    with suppress(TypeError):  # of a list that holds more than strings
+    with suppress(TypeError):  # a list with items that are not strings
         [text] = handle_jsonl([document], False, autojoin_paragraphs=True, para_joiner="\n\n")
         if isinstance(text, str):
             return text
     raise UserError(
-        f"{where}: has no text under '{' or '.join(keys)}', it is {ABRIDGED.repr(entry)} - say"
-        " which key holds the text with --text-key, or remove the entry"
+        f"{where}: has no text under '{' or '.join(keys)}', it is {ABRIDGED.repr(entry)} - name the"
+        " key of the text with --text-key, or remove the entry"
     )
 
 
@@ -286,24 +285,24 @@ def text_of(entry: Any, keys: Sequence[str], where: str) -> str:
 
 
 def unpacked(name: str, file: IO[bytes]) -> IO[bytes]:
-    """A file that is read once, unpacked by its name: never more than 32 MiB at a time.
+    """A file that is read once and unpacked according to its name, at most 32 MiB at a time.
 
-    Reading a file that is cut off raises an error.
+    Reading a truncated file raises an error.
     """
     _, _, end = name.lower().rpartition(".")
     if end not in ("gz", "tgz", "zst"):
         return file
     if not file.peek(1):  # type: ignore[attr-defined]
-        raise UserError(f"{name}: is empty, as no packed file is - copy it again")
+        raise UserError(f"{name}: is empty, which no compressed file is - copy it again")
     if end == "zst":
         return io.BufferedReader(_Zstd(file), CHUNK)
     return gzip.GzipFile(fileobj=file, mode="rb")  # type: ignore[return-value]
 
 
 class _Zstd(io.RawIOBase):
-    """Frames of zstd, unpacked as they are read.
+    """Zstd frames, unpacked while they are read.
 
-    Not zstandard's stream_reader, which takes a frame that is cut off for whole.
+    We don't use zstandard's stream_reader, because it accepts a truncated frame.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -324,7 +323,7 @@ class _Zstd(io.RawIOBase):
             if frame.eof:
                 self._frame = None
         if not self._rest and self._frame:
-            raise EOFError("it is cut off inside its last zstd frame")
+            raise EOFError("it is truncated inside its last zstd frame")
         count = min(len(buffer), len(self._rest))
         buffer[:count] = self._rest[:count]
         self._rest = self._rest[count:]
@@ -332,9 +331,9 @@ class _Zstd(io.RawIOBase):
 
 
 class _Member(tarfile.TarInfo):
-    """A member whose header is read strictly: only an empty block ends an archive.
+    """A member with a strictly read header: only an empty block ends an archive.
 
-    tarfile takes a damaged header, or none, for the end.
+    tarfile accepts a damaged or missing header as the end.
     """
 
     @classmethod

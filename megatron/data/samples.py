@@ -1,7 +1,7 @@
 """Train, valid and test samples of a token file, token for token those of GPT-NeoX (2022).
 
-Which documents and samples follow each other is kept on disk beside the data. One process of a
-machine builds the three arrays, one in memory at a time, while the others wait for its files.
+The order of documents and samples is stored on disk next to the data. One process per machine
+builds the three arrays, one in memory at a time, while the others wait for its files.
 """
 
 import hashlib
@@ -22,13 +22,13 @@ from megatron.files import check_regular, folder_beside, sync
 from megatron.splits import PARTS, SPLIT, parse_split, plain_sum
 
 log = logging.getLogger(__name__)
-DOCUMENTS = 1 << 20  # whose ends are computed at a time
-FORMAT = 1  # part of the name of kept maps: raise it when they change
+DOCUMENTS = 1 << 20  # documents whose ends are computed at a time
+FORMAT = 1  # part of the stored maps' name: raise it when they change
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that index maps depend on, besides the sizes of the documents."""
+    """Everything that index maps depend on, apart from the sizes of the documents."""
 
     documents: range
     tokens_per_epoch: int
@@ -38,7 +38,7 @@ class Plan:
 
     @property
     def samples(self) -> int:
-        """Samples share one token with the next, the last one needs one more."""
+        """Each sample shares a token with the next one, so the last one needs one more."""
         return (self.epochs * self.tokens_per_epoch - 1) // self.length
 
 
@@ -46,8 +46,8 @@ class IndexMaps(NamedTuple):
     """Three arrays, mapped from their files so that the ranks of a machine share the memory.
 
     documents: [epochs * documents] int32, in the order in which they are read
-    ends: [epochs * documents] int64, tokens up to the end of each
-    order: [samples], the samples, shuffled
+    ends: [epochs * documents] int64, number of tokens up to the end of each document
+    order: [samples], numbers of the samples, shuffled
     """
 
     documents: NDArray
@@ -58,8 +58,8 @@ class IndexMaps(NamedTuple):
 class Samples:
     """Windows of length + 1 tokens over shuffled documents.
 
-    Sample k of the stream starts at token k * length. `len` is one less than there are samples, as
-    in the reference. An index past the end is an IndexError; the reference starts over in silence.
+    Sample k of the stream starts at token k * length. `len` is one less than the number of samples,
+    as in the reference. An index past the end is an IndexError; the reference silently starts over.
     """
 
     def __init__(self, tokens: TokenFile, maps: IndexMaps, length: int):
@@ -79,8 +79,8 @@ class Samples:
     def read(self, index: int) -> NDArray[np.int64]:
         """[length + 1] int64, of any index.
 
-        A blend may ask for more samples than there are. As in the reference it gets the one that
-        `len` leaves out, and then those from the start again.
+        A blend may need more samples than there are. As in the reference it gets the one that `len`
+        leaves out, and then starts over.
         """
         if index > len(self):
             index %= len(self)
@@ -89,7 +89,7 @@ class Samples:
         entry = int(np.searchsorted(ends, token, side="right"))
         start = token - int(ends[entry - 1] if entry else 0)  # in its document
         sample = np.empty(self.length + 1, dtype=np.int64)
-        rest = sample  # what is not filled
+        rest = sample  # the unfilled rest
         while len(rest):
             ids = self.tokens.read(int(documents[entry]), start, len(rest))
             rest[: len(ids)] = ids
@@ -107,7 +107,7 @@ def build_split(
     seed: int = 1234,
     num_samples: int = 1,
 ) -> Samples:
-    """The samples of one part, over as many epochs as num_samples need.
+    """The samples of a part, over as many epochs as num_samples need.
 
     Raises UserError if the part is empty.
     """
@@ -115,10 +115,10 @@ def build_split(
     if part == "train":
         log.info("%s: %s", tokens.prefix, split_in_words(tokens, split))
     if plan.tokens_per_epoch <= length:
-        # As the reference does. In evaluation it flatters a model that uses distant tokens.
+        # As in the reference. In evaluation it flatters models that use distant tokens.
         log.warning(
-            "%s: the %s part has %d tokens, samples of %d repeat the same text "
-            "- enlarge its share of split = %s",
+            "%s: the %s part has only %d tokens, so samples of %d repeat the same text - enlarge"
+            " its share in split = %s",
             *(tokens.prefix, part, plan.tokens_per_epoch, length, split),
         )
     return Samples(tokens, _maps(tokens, plan), length)
@@ -134,7 +134,7 @@ def _plan(
             f"{tokens.prefix}: the {part} part has no tokens - give {part} a larger share than "
             f"split = {split}"
         )
-    # Two at least, because the last is not counted.
+    # At least two, because the last one is not counted.
     epochs = -(-(max(num_samples, 2) * length + 1) // total)
     return Plan(documents, total, epochs, length, seed)
 
@@ -149,7 +149,7 @@ def split_documents(tokens: TokenFile, split: str, part: str) -> range:
     Raises UserError for a part without any.
     """
     if part not in PARTS:
-        raise UserError(f"part: there is no '{part}' - use one of {', '.join(PARTS)}")
+        raise UserError(f"part: there is no part '{part}' - use one of {', '.join(PARTS)}")
     documents = _documents_of_parts(tokens, split)[part]
     if not documents:
         raise UserError(
@@ -165,8 +165,8 @@ def _documents_of_parts(tokens: TokenFile, split: str) -> dict[str, range]:
     bounds = [0]
     for weight in weights:
         bounds.append(bounds[-1] + round(weight / total * float(len(tokens))))
-    surplus = bounds[-1] - len(tokens)  # what rounding added
-    # The reference takes the surplus from every bound but the first.
+    surplus = bounds[-1] - len(tokens)  # the surplus from rounding
+    # The reference subtracts the surplus from every bound except the first.
     bounds = [0, *(max(0, bound - surplus) for bound in bounds[1:])]
     return dict(zip(PARTS, map(range, bounds, bounds[1:]), strict=True))
 
@@ -184,11 +184,12 @@ def split_in_words(tokens: TokenFile, split: str = SPLIT) -> str:
 
 
 def _write_maps(folder: Path, sizes: NDArray, plan: Plan) -> None:
-    """Write documents.npy, ends.npy and order.npy; sizes: of all documents of the file.
+    """Write documents.npy, ends.npy and order.npy; sizes: of all documents in the file.
 
-    As GPT-NeoX: one stream shuffles the documents of all epochs together, then the samples.
+    As in GPT-NeoX, one random stream shuffles the documents of all epochs together, then the
+    samples.
     """
-    # RandomState, not Generator: its stream is frozen, and the reference draws from it.
+    # RandomState, not Generator: its stream never changes, and the reference uses it.
     random = np.random.RandomState(plan.seed)
     documents = np.arange(plan.documents.start, plan.documents.stop, dtype=np.int32)
     if plan.epochs > 1:
@@ -202,19 +203,19 @@ def _write_maps(folder: Path, sizes: NDArray, plan: Plan) -> None:
         ends[first : first + DOCUMENTS] = before + np.cumsum(block, dtype=np.int64)
     ends.flush()
     del documents  # before there are samples
-    # As the reference, in 32 bits wherever they suffice.
+    # Like the reference, in 32 bits if they suffice.
     fits_in_32_bits = plan.samples < np.iinfo(np.uint32).max - 1
     order = np.arange(plan.samples, dtype=np.uint32 if fits_in_32_bits else np.int64)
     random.shuffle(order)
     np.save(folder / "order.npy", order)
     for file in folder.iterdir():
-        sync(file)  # a crash must not leave other contents
+        sync(file)  # so that a crash cannot leave wrong contents
 
 
 def _maps(tokens: TokenFile, plan: Plan) -> IndexMaps:
-    """The maps in PREFIX_index_maps/<hash>, built there if they are missing or damaged.
+    """The maps in PREFIX_index_maps/<hash>; they are built if they are missing or damaged.
 
-    If nothing can be written there, they are built in files without a name.
+    If the folder is not writable, they are built in unnamed temporary files.
     """
     sizes = np.ascontiguousarray(tokens.sizes[plan.documents.start : plan.documents.stop])
     facts = f"{FORMAT} {plan}".encode() + hashlib.sha256(sizes.data).digest()
@@ -232,7 +233,7 @@ def _maps(tokens: TokenFile, plan: Plan) -> IndexMaps:
             with folder_beside(folder) as temporary:
                 _write_maps(temporary, tokens.sizes, plan)
     except (OSError, NotImplementedError) as error:  # a file system without locks
-        log.warning("index maps are not kept, every start builds them anew: %s", error)
+        log.warning("index maps cannot be stored, so every start builds them again: %s", error)
     if maps := _load(folder, plan):
         return maps
     with tempfile.TemporaryDirectory() as unnamed:  # mapped files stay readable without a name
@@ -256,8 +257,8 @@ def _load(folder: Path, plan: Plan) -> IndexMaps | None:
         sizes = documents.shape, ends.shape, order.shape, int(ends[-1])
         entries = (len(plan.documents) * plan.epochs,)
         if sizes != (entries, entries, (plan.samples,), plan.epochs * plan.tokens_per_epoch):
-            raise ValueError("they are of other sizes")
+            raise ValueError("they have other sizes")
     except (OSError, ValueError, EOFError) as error:
-        log.warning("index maps in %s are built anew: %s", folder, error)
+        log.warning("building the index maps in %s again: %s", folder, error)
         return None
     return IndexMaps(*arrays)

@@ -1,16 +1,17 @@
-"""Tasks: small problems that need distant tokens, as texts without end (docs/tasks.md).
+"""Tasks: small problems that need distant tokens, as endless texts (docs/tasks.md).
 
-The key `data_path: task:NAME` names one, and `task_args` its options.
+`data_path: task:NAME` selects a task, and `task_args` sets its options.
 
-A problem is one window: a question, its answer, and padding. Loss and accuracy count the tokens of
-answers alone. A training draws problems of every size that fits into its windows, a measurement
-the largest that fits. Nothing is on disk: a problem follows from the seed and its number.
+A problem is one window: a question, its answer, and padding. Only tokens of answers count for loss
+and accuracy. Training draws problems of every size that fits into a window, a measurement only the
+largest size. Nothing is stored on disk: a problem follows from the seed and its number.
 
-`task_args: {text: PREFIX}` puts the tokens of a text in the place of a task's filler, and its words
-are encoded by the tokenizer of that text.
+`task_args: {text: PREFIX}` replaces a task's filler by the tokens of a text, and the task's words
+are encoded with the tokenizer of that text.
 
-The papers' problems are sentences that end with a token. Here a word is one token, nothing says in
-words what to do, and no end is asked for: the size of a problem gives that of its answer.
+In the papers problems are sentences with an end token. Here a word is one token, there are no
+instructions in words, and no end token is predicted, because the size of a problem determines the
+size of its answer.
 """
 
 import hashlib
@@ -39,13 +40,13 @@ PADDING = "<pad>"
 ENDLESS = 1 << 40  # problems
 HELD_OUT = {0: "test", 1: "valid"}  # of eight problems; the others are trained on
 MOST_DRAWS = 10_000  # for one problem of a part
-DRAWS = 10  # for each problem of a measurement, where many are drawn twice
+DRAWS = 10  # draws per problem of a measurement, because many are drawn twice
 
 Problem = list[tuple[str, bool]]  # words, and whether each belongs to an answer
 Few = Annotated[int, Field(ge=1, le=64)]
 Chains = Annotated[int, Field(ge=1, le=10)]
 Hops = Annotated[int, Field(ge=0)]
-Names = Annotated[int, Field(ge=1, le=26)]  # as many as there are
+Names = Annotated[int, Field(ge=1, le=26)]  # as many problems as there are
 
 
 class Task(NamedTuple):
@@ -53,7 +54,7 @@ class Task(NamedTuple):
 
     generate: (random, size, **options) -> a problem; its number of tokens grows with the size, from
         1 on, by the same number each
-    words: every word of its problems; or (**options) -> every word
+    words: all words of its problems; or (**options) -> all words
     filler: those of them that a text can replace
     """
 
@@ -94,7 +95,7 @@ def listing() -> str:
 
 
 def register(words: Sequence[str] | Callable[..., Sequence[str]], filler: str = "") -> Callable:
-    """Register a generator under its own name; words and filler: see Task."""
+    """Register a generator under its function name; words and filler: see Task."""
 
     def add(generate: Callable[..., Problem]) -> Callable[..., Problem]:
         TASKS[generate.__name__] = Task(generate, words, filler)
@@ -104,27 +105,27 @@ def register(words: Sequence[str] | Callable[..., Sequence[str]], filler: str = 
 
 
 def question(*words: str) -> Problem:
-    """Words that are given."""
+    """Words of the question."""
     return [(word, False) for word in words]
 
 
 def answer(*words: str) -> Problem:
-    """Words that are asked for."""
+    """Words of the answer."""
     return [(word, True) for word in words]
 
 
 def drawn(random: RandomState, words: Sequence[str], count: int) -> list[str]:
-    """So many words, each drawn from all."""
+    """This many words, drawn with replacement."""
     return [str(words[number]) for number in random.randint(len(words), size=count).tolist()]
 
 
 def without_repeats(random: RandomState, words: Sequence[str], count: int) -> list[str]:
-    """So many different words."""
+    """This many different words."""
     return [str(words[number]) for number in random.permutation(len(words))[:count].tolist()]
 
 
 def scattered(random: RandomState, pieces: Sequence[Problem], filler: Sequence[str]) -> Problem:
-    """Pieces in their order at random places of a filler."""
+    """Insert pieces, in their order, at random places of a filler."""
     places = np.sort(random.randint(len(filler) + 1, size=len(pieces))).tolist()
     problem: Problem = []
     before = 0
@@ -163,7 +164,7 @@ def sorting(random: RandomState, size: int) -> Problem:
 
 @register("=01")
 def parity(random: RandomState, size: int) -> Problem:
-    """Whether the number of ones is odd, at the end alone."""
+    """Whether the number of ones is odd; asked only at the end."""
     bits = random.randint(2, size=size)
     return question(*map(str, bits), "=") + answer(str(bits.sum() % 2))
 
@@ -172,7 +173,7 @@ def parity(random: RandomState, size: int) -> Problem:
 def addition(
     random: RandomState, size: int, order: Literal["forward", "reversed"] = "reversed"
 ) -> Problem:
-    """Add two numbers of `size` digits. order: forward, or reversed with the ones first.
+    """Add two numbers of `size` digits. order: forward, or reversed (ones first).
 
     Reversed, a digit depends on its own column and a carry: 2307.03381 reverses the sum, 2402.09371
     all three numbers, as here. Zeros in front make both numbers equally long; in 2305.19466 they
@@ -198,9 +199,9 @@ def addition(
 
 @register("=." + LETTERS)
 def selective_copy(random: RandomState, size: int, letters: Few = 8) -> Problem:
-    """Repeat a few letters that stand among `size` - 1 blanks (2312.00752, 4.1.1).
+    """Repeat a few letters that are hidden among `size` - 1 blanks (2312.00752, 4.1.1).
 
-    letters: 16 of 4,096 tokens there
+    letters: 16 of 4,096 tokens in the paper
     """
     marked = drawn(random, LETTERS, letters)
     problem = scattered(random, list(map(question, marked)), "." * (size - 1))
@@ -209,7 +210,7 @@ def selective_copy(random: RandomState, size: int, letters: Few = 8) -> Problem:
 
 @register("!" + LETTERS)
 def induction(random: RandomState, size: int) -> Problem:
-    """What stood behind the mark, which is given once more (2209.11895; 2312.00752, 4.1.2)."""
+    """The letter after the mark, when the mark is repeated (2209.11895; 2312.00752, 4.1.2)."""
     letter = drawn(random, LETTERS, 1)
     filler = drawn(random, LETTERS, size)
     return scattered(random, [question("!", *letter)], filler) + question("!") + answer(*letter)
@@ -221,26 +222,26 @@ def recall(
 ) -> Problem:
     """The values of several keys, asked for among `size` other tokens (MQAR, 2312.04927).
 
-    There distances follow a power law; here they are uniform. The other tokens are no keys and no
-    values, and a value stands behind its key once more, as in a text.
-    asked: among the other tokens, or last: then the pairs stand among them, and keys at the end
+    In the paper distances follow a power law; here they are uniform. The other tokens are neither
+    keys nor values, and in the answer a value follows its repeated key, as in a text.
+    asked: among the other tokens, or last: then the pairs are among them and the keys at the end
     """
     keys = without_repeats(random, NAMES, pairs)
     values = without_repeats(random, LETTERS, pairs)
     bindings = list(map(question, keys, values))
     order = random.permutation(pairs).tolist()
     repeated = [question(keys[number]) + answer(values[number]) for number in order]
-    others = drawn(random, DIGITS, size)
+    filler = drawn(random, DIGITS, size)
     if asked == "last":
-        return scattered(random, bindings, others) + list(itertools.chain(*repeated))
-    return list(itertools.chain(*bindings)) + scattered(random, repeated, others)
+        return scattered(random, bindings, filler) + list(itertools.chain(*repeated))
+    return list(itertools.chain(*bindings)) + scattered(random, repeated, filler)
 
 
 @register("?" + DIGITS + LETTERS + NAMES, filler=LETTERS)
 def needle(random: RandomState, size: int, needles: Names = 1, digits: Few = 3) -> Problem:
-    """The number behind one of the keys that stand among `size` letters (RULER, 2404.06654).
+    """The number after one of the keys that are hidden among `size` letters (RULER, 2404.06654).
 
-    needles: several are RULER's multi-key needles. Without `text` the letters are random.
+    needles: more than one means RULER's multi-key needles. Without `text` the letters are random.
     """
     keys = without_repeats(random, NAMES, needles)
     numbers = [drawn(random, DIGITS, digits) for _ in keys]
@@ -265,19 +266,19 @@ def passkey(random: RandomState, size: int, digits: Few = 5) -> Problem:
 def variable_tracking(
     random: RandomState, size: int, chains: Chains = 2, hops: Hops = 2
 ) -> Problem:
-    """The value of a variable that was assigned through others (RULER, 2404.06654).
+    """The value of a variable that was assigned through other variables (RULER, 2404.06654).
 
-    `chains` values go through `hops` further variables each, among `size` letters. RULER asks for
-    all variables of a value; here the value of the last variable of a chain is asked for.
+    Each of `chains` values goes through `hops` further variables, among `size` letters. RULER asks
+    for all variables of a value; we ask for the value of a chain's last variable.
     """
     if chains * (hops + 1) > len(NAMES):
         raise UserError(
-            f"task_args.hops: {chains} chains of {hops} hops need more than {len(NAMES)} names"
-            " - give less"
+            f"task_args.hops: {chains} chains of {hops} hops need more than {len(NAMES)} names -"
+            " use fewer"
         )
     names = without_repeats(random, NAMES, chains * (hops + 1))
     values = without_repeats(random, DIGITS, chains)
-    # Statements of all chains are mixed, those of one chain stay in their order.
+    # Statements of all chains are mixed, but each chain keeps its order.
     turns = random.permutation(np.repeat(np.arange(chains), hops + 1))
     last = list(values)  # of each chain: what its next variable is set to
     statements = []
@@ -296,7 +297,7 @@ def variable_tracking(
 def flip_flop(
     random: RandomState, size: int, ignored: Annotated[float, Field(ge=0, le=1)] = 0.8
 ) -> Problem:
-    """What was last written, among `size` + 1 instructions to write, read or ignore (2306.00946).
+    """The last written value, among `size` + 1 instructions to write, read or ignore (2306.00946).
 
     `ignored`: share of the instructions between the first, a write, and the last, a read
     """
@@ -325,7 +326,7 @@ def word_problem(
     """The product of permutations, each applied after the one before (2404.08819, 2505.16381).
 
     group: S3, S4 or S5. A permutation is one token that says where 1, 2, 3, … go. The papers ask
-    for the product of every prefix, here the whole alone is asked for.
+        for the product of every prefix, we only for the whole product.
     """
     elements = drawn(random, _elements(group), size)
     product = elements[0]
@@ -334,15 +335,15 @@ def word_problem(
     return question(*elements, "=") + answer(product)
 
 
-# --- As a text of a training and a measurement ---
+# --- As a text for training and measurements ---
 
 
 @dataclass(frozen=True)
 class TaskText:
-    """The problems of a task with its options, behind the interface of a token file.
+    """The problems of a task with its options, with the interface of a token file.
 
-    name: such as copy; options: those that differ from Task.defaults, or may
-    tokenizer: the one that wrote the text among the options; None if it is not at hand
+    name: such as copy; options: may be only those that differ from Task.defaults
+    tokenizer: of the text in the options; None if it is not available
     """
 
     name: str
@@ -353,7 +354,7 @@ class TaskText:
         if self.name not in TASKS:
             guess = did_you_mean(self.name, TASKS)
             raise UserError(
-                f"data_path: no task is called '{self.name[:40]}' - {guess} There are"
+                f"data_path: there is no task '{self.name[:40]}' - {guess} The tasks are"
                 f" {', '.join(TASKS)}"
             )
         task = TASKS[self.name]
@@ -362,25 +363,25 @@ class TaskText:
         except ValidationError as fault:
             has = ", ".join(task.defaults) or "none"
             raise UserError(f"task_args: {in_words(fault)} - {self.name} has {has}") from None
-        self.generate(1)  # which checks them together
+        self.generate(1)  # which checks all options together
 
     @cached_property
     def all_options(self) -> dict:
-        """The options of its problems, all but the text."""
+        """The options of its problems, all except the text."""
         options = TASKS[self.name].defaults | dict(self.options)
         options.pop("text", None)
         return options
 
     @property
     def changed_options(self) -> dict:
-        """The options that are not the defaults; a text by the name of its file."""
+        """The options that are not at their defaults; a text is given by its file name."""
         defaults = TASKS[self.name].defaults
         changed = {key: value for key, value in self.options.items() if value != defaults[key]}
         return changed | ({"text": self.filler.prefix.name} if self.filler else {})
 
     @cached_property
     def filler(self) -> TokenFile | None:
-        """The text in the place of the task's own filler, or None."""
+        """The text that replaces the task's own filler, or None."""
         if (prefix := self.options.get("text")) is None:
             return None
         try:
@@ -390,19 +391,19 @@ class TaskText:
 
     @cached_property
     def words(self) -> list[str]:
-        """Its vocabulary: the id of a word is its place."""
+        """The vocabulary: the id of a word is its place in the list."""
         words = TASKS[self.name].words
         return [PADDING, *(words(**self.all_options) if callable(words) else words)]
 
     @cached_property
     def ids(self) -> dict[str, list[int]]:
-        """The ids of each word: its place in the vocabulary, or what the text's tokenizer gives."""
+        """The ids of each word: its place in the vocabulary, or from the text's tokenizer."""
         if self.filler is None:
             return {word: [number] for number, word in enumerate(self.words)}
         if self.tokenizer is None:
             raise UserError(
-                f"task_args.text: {self.filler.prefix} needs the tokenizer that wrote it, which"
-                " evaluate.py looks for in the checkpoint and beside the text - give it"
+                f"task_args.text: {self.filler.prefix} needs the tokenizer that wrote it, but it"
+                " was not found (evaluate.py looks in the checkpoint and next to the text) - set"
                 " tokenizer_type and vocab_file"
             )
         _, *words = self.words
@@ -410,18 +411,19 @@ class TaskText:
 
     @cached_property
     def _random(self) -> RandomState:
-        """Seeded anew for each problem: to make one costs more than the problem."""
+        """One generator, which is seeded again for each problem: making a new one would cost more
+        than a problem."""
         return RandomState(0)
 
     def generate(self, size: int) -> Problem:
-        """A problem of this size from what `_random` draws next."""
+        """A problem of this size from the next draws of `_random`."""
         return TASKS[self.name].generate(self._random, size, **self.all_options)
 
     @cached_property
     def _tokens_by_size(self) -> tuple[int, int]:
         """(tokens of the smallest problem, tokens that each further size adds).
 
-        In a text every word counts as the longest one.
+        In a text every word counts as long as the longest one.
         """
         longest = max(map(len, self.ids.values()))
         replaced = self._replaced
@@ -434,7 +436,8 @@ class TaskText:
     def tokens(self, problem: Problem) -> list[tuple[int, bool]]:
         """The ids of a problem, and whether each is an answer.
 
-        Of a word of several tokens the last is asked for. The others are mostly a space.
+        If a word has several tokens, only the last one counts as an answer. The others are mostly a
+        space.
         """
         columns = []
         piece = self._piece([word for word, _ in problem])
@@ -445,13 +448,13 @@ class TaskText:
 
     @cached_property
     def _replaced(self) -> str:
-        """The words that tokens of the text replace."""
+        """The words that are replaced by tokens of the text."""
         return TASKS[self.name].filler if self.filler else ""
 
     def _piece(self, words: Sequence[str]) -> Iterator[int]:
-        """Tokens from a random place of the text on, as many as replace words.
+        """Tokens of the text from a random place on, as many as we replace.
 
-        They leave out the names among the words, which stand before their own values alone.
+        They exclude the names among the words, which may only occur before their own values.
         """
         if text := self.filler:
             count = sum(word in self._replaced for word in words)
@@ -484,8 +487,7 @@ class TaskText:
     def windows(self, part: str, length: int, count: int) -> NDArray[np.int64]:
         """The first problems of the largest size, for measurements: [count, 2, length + 1].
 
-        They are the same for every model, and none stands there twice. Fewer, where that leaves
-        fewer of so many draws.
+        They are the same for every model and all different; fewer if that many draws give fewer.
         """
         largest = self.largest(length)
         samples = TaskSamples(self, part, 0, length, range(largest, largest + 1))
@@ -497,7 +499,7 @@ class TaskText:
                 break
         return np.stack(list(windows.values()))
 
-    # What callers ask a token file for.
+    # The interface of a token file.
 
     @property
     def prefix(self) -> Path:
@@ -520,20 +522,20 @@ class TaskText:
         return facts | {"digest": digest}
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Raises UserError: a task needs no tokenizer."""
+        """Raises UserError, because a task needs no tokenizer."""
         raise UserError(
-            f"tokenizer_type: {self.prefix} has words of its own and no {tokenizer.name} - leave"
-            " tokenizer_type, vocab_file and merge_file out"
+            f"tokenizer_type: {self.prefix} has its own vocabulary and doesn't use {tokenizer.name}"
+            " - remove tokenizer_type, vocab_file and merge_file"
         )
 
     def check_ends(self, key: str, end: int | None) -> None:
-        """Raises UserError: a window has one problem, which nothing ends."""
+        """Raises UserError, because a window has one problem and no end token."""
         raise UserError(f"{key}: {self.prefix} has no documents - set {key}: false")
 
 
 @dataclass(frozen=True)
 class TaskSamples:
-    """Problems of a part as windows of length + 1 tokens, without end; sizes: those that occur."""
+    """Endless problems of a part, as windows of length + 1 tokens; sizes: the sizes that occur."""
 
     text: TaskText
     part: str
@@ -547,7 +549,7 @@ class TaskSamples:
     def problem(self, number: int) -> Problem:
         """One problem.
 
-        The parts have no problem in common: whose problem it is follows from its text.
+        The parts have no problem in common, because a problem's text decides its part.
         """
         random = self.text._random
         random.seed([PARTS.index(self.part), self.seed, number % 2**32, number >> 32])
@@ -558,8 +560,8 @@ class TaskSamples:
             if HELD_OUT.get(place, "train") == self.part:
                 return problem
         raise UserError(
-            f"{self.text.prefix}: has no {self.part} problem of {self.sizes[0]} to"
-            f" {self.sizes[-1]} - give longer windows"
+            f"{self.text.prefix}: has no {self.part} problem of size {self.sizes[0]} to"
+            f" {self.sizes[-1]} - use longer windows"
         )
 
     def __getitem__(self, number: int) -> NDArray[np.int64]:

@@ -1,12 +1,12 @@
-"""PREFIX.idx: where each document lies in PREFIX.bin, in the format of GPT-NeoX and Megatron-Core.
+"""PREFIX.idx: the place of each document in PREFIX.bin, in GPT-NeoX's and Megatron-Core's format.
 
     magic, version, dtype code, sequences, entries of the document index    (34 bytes)
     lengths [sequences] int32, pointers [sequences] int64 in bytes, document index [entries] int64
 
 Entry d of the document index is the first sequence of document d, and the last entry is the number
-of sequences. Files are checked and written piece by piece, so memory does not grow with them.
+of sequences. Files are checked and written piece by piece, so memory doesn't grow with their size.
 
-Cutting a file while it is in use ends the process by SIGBUS: it is mapped as it is.
+Files are memory-mapped: if one is truncated while it is in use, SIGBUS kills the process.
 """
 
 import struct
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from megatron.errors import UserError
 
-REMAKE = "copy both files again, or make them anew with prepare_data.py"
+REMAKE = "copy both files again, or make new ones with prepare_data.py"
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -41,7 +41,7 @@ class Index(NamedTuple):
     """The documents of a token file.
 
     dtype: of its ids
-    sizes: tokens of each document, [documents] int32, or int64 if one has more than 2^31 - 1
+    sizes: tokens of each document, [documents] int32, or int64 if a document has more than 2^31 - 1
     pointers: byte offset of each document, [documents] int64
     extent: bytes of PREFIX.bin
     """
@@ -53,7 +53,7 @@ class Index(NamedTuple):
 
 
 def read_index(path: Path) -> Index:
-    """The index in a file. Raises UserError if it is damaged or of another kind."""
+    """Read an index file. Raises UserError if it is damaged or of another kind."""
 
     def damaged(what: str) -> UserError:
         return UserError(f"{path}: {what} - {REMAKE}")
@@ -62,7 +62,7 @@ def read_index(path: Path) -> Index:
         head = file.read(HEADER.size)
     size = path.stat().st_size
     if not head.startswith(MAGIC) or len(head) < HEADER.size:
-        raise damaged(f"is not a whole GPT-NeoX index file (it starts with {head[:9]!r})")
+        raise damaged(f"is not a complete GPT-NeoX index file (it starts with {head[:9]!r})")
     _, version, code, sequences, entries = HEADER.unpack(head)
     if version != VERSION or code not in DTYPES:
         raise damaged(
@@ -84,7 +84,7 @@ def read_index(path: Path) -> Index:
             (POINTER, documents_at, entries),
         )
     )
-    # GPT-NeoX merges files without ending a document: the index is 0 alone.
+    # If GPT-NeoX merged files without document ends, the index is only a 0.
     each_is_one = entries == 1 or (entries == sequences + 1 and firsts[-1] == sequences)
     extent = 0  # each pointer is the sum of the lengths before it
     for first in range(0, sequences, PIECE):
@@ -92,14 +92,14 @@ def read_index(path: Path) -> Index:
         ends = extent + np.cumsum(sizes, dtype=np.int64) * dtype.itemsize
         starts = np.append(extent, ends[:-1])
         if sizes.min() < 0 or not np.array_equal(pointers[first : first + PIECE], starts):
-            raise damaged("its lengths and pointers disagree")
+            raise damaged("has lengths and pointers that disagree")
         extent = int(ends[-1])
         numbers = firsts[first : first + PIECE]
         each_is_one = each_is_one and np.array_equal(numbers, first + np.arange(len(numbers)))
     if each_is_one:
         return Index(dtype, lengths, pointers, extent)
     if firsts[0] != 0 or firsts[-1] != sequences or (np.diff(firsts) < 0).any():
-        raise damaged("its document index does not rise from 0 to the number of sequences")
+        raise damaged("has a document index that does not rise from 0 to the number of sequences")
     bounds = np.append(pointers, extent)[firsts]
     sizes = np.diff(bounds) // dtype.itemsize
     if sizes.max() <= np.iinfo(LENGTH).max:
@@ -108,7 +108,7 @@ def read_index(path: Path) -> Index:
 
 
 def write_index(path: Path, dtype: np.dtype, lengths: array) -> None:
-    """Write the index of documents that are one sequence each; lengths: tokens of each, array("i").
+    """Write an index with one sequence per document; lengths: tokens of each, array("i").
 
     dtype: of the ids, one of DTYPES
     """

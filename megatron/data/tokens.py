@@ -31,12 +31,12 @@ EDGE = 1 << 16  # bytes at each end of PREFIX.bin that tell a text from another
 
 
 def dtype_for(vocab_size: int) -> np.dtype:
-    """The number type GPT-NeoX stores a vocabulary in: uint16 below 65500 entries, else int32."""
+    """The number type in which GPT-NeoX stores ids: uint16 below 65500 entries, else int32."""
     return np.dtype(np.uint16 if vocab_size < 65500 else np.int32)
 
 
 class TokenFile:
-    """Documents of token ids, read from the disk as they are asked for.
+    """Documents of token ids, which are read from the disk when they are needed.
 
     sizes: tokens of each document, [documents] int32, mapped; int64 where a document of several
         sequences has more than 2^31 - 1
@@ -50,8 +50,8 @@ class TokenFile:
         if missing:
             raise UserError(
                 f"data_path: there are no token files {' and '.join(missing)} (looked from"
-                f" {Path.cwd()}) - make them: {preparing(place)}; files elsewhere are copied to"
-                " this machine first"
+                f" {Path.cwd()}) - make them: {preparing(place)}; copy files from elsewhere to this"
+                " machine first"
             )
         self.prefix = Path(prefix)
         suffixes = (".bin", ".idx", ".json")
@@ -69,14 +69,14 @@ class TokenFile:
         documents, tokens = self.meta.get("documents"), self.meta.get("tokens")
         if self.meta and (documents, tokens) != (len(self), self.tokens):
             raise UserError(
-                f"{card}: describes {documents} documents and {tokens}"
-                f" tokens, the .idx {len(self)} and {self.tokens} - it belongs to another"
-                f" file: remove it, or {REMAKE}"
+                f"{card}: describes {documents} documents and {tokens} tokens, but the .idx has"
+                f" {len(self)} and {self.tokens} - it belongs to another file: remove it, or"
+                f" {REMAKE}"
             )
         for file in (self._file, index_file):
             if file.stat().st_size <= QUICK:
                 _check_sha256(file, self.sums)
-        # Ids are compared as unsigned numbers: a negative one is then too large.
+        # Ids are compared as unsigned numbers, so a negative id is too large.
         self._unsigned = np.dtype(f"u{self.dtype.itemsize}")
         self._vocab = min(np.iinfo(self.dtype).max + 1, vocab or self.vocab_size or 2**63)
 
@@ -84,28 +84,28 @@ class TokenFile:
     def open(cls, prefix: str | Path, *, vocab: int | None = None) -> Self:
         """Open PREFIX.bin and PREFIX.idx.
 
-        vocab: ids from here on are refused when they are read; None: PREFIX.json says so
-        Raises UserError if they are missing, damaged or do not belong together. Small files are
-        compared with the sha256 in PREFIX.json, `verify` does it with any.
+        vocab: reading an id from here on is an error; None: use the value in PREFIX.json
+        Raises UserError if they are missing, damaged or don't belong together. Small files are
+        compared with the sha256 in PREFIX.json; `verify` compares any file.
         """
         return cls(prefix, vocab)
 
     @property
     def vocab_size(self) -> int | None:
-        """Entries of the vocabulary, or None if PREFIX.json does not say it."""
+        """Entries of the vocabulary, or None if PREFIX.json has no number."""
         return self.meta.get("tokenizer", {}).get("vocab_size")
 
     @property
     def text_bytes(self) -> int | None:
-        """UTF-8 bytes of the text, or None if PREFIX.json does not say it."""
+        """UTF-8 bytes of the text, or None if PREFIX.json has no number."""
         size = self.meta.get("text_bytes")
         return size if type(size) is int and size > 0 else None
 
     def identity(self) -> dict:
-        """What tells this text from any other, without reading all of it; and where it lies.
+        """What distinguishes this text from any other, without reading all of it; and its path.
 
-        digest: of the documents' lengths and both ends of PREFIX.bin; sha256: of all of it, as its
-            card says, "" without
+        digest: of the documents' lengths and both ends of PREFIX.bin; sha256: of the whole file,
+            from its card, "" without a card
         """
         content = self._ids.view(np.uint8)
         digest = hashlib.sha256(np.ascontiguousarray(self.sizes).data)
@@ -121,7 +121,7 @@ class TokenFile:
 
     @property
     def sums(self) -> dict[str, str]:
-        """The sha256 of `bin` and `idx`, as far as PREFIX.json has them."""
+        """The sha256 of `bin` and `idx`, if PREFIX.json has them."""
         return self.meta.get("sha256", {})
 
     def __len__(self) -> int:
@@ -134,7 +134,7 @@ class TokenFile:
     def read(self, document: int, start: int = 0, count: int | None = None) -> NDArray:
         """Up to `count` ids of a document from `start` on: [count] in the file's dtype.
 
-        It is shorter where the document ends before. Raises UserError for an id beyond the
+        It is shorter if the document ends earlier. Raises UserError for an id beyond the
         vocabulary.
         """
         size = int(self.sizes[document])
@@ -145,17 +145,17 @@ class TokenFile:
         if len(ids) and int(unsigned.max()) >= self._vocab:
             misfit = ids[unsigned.argmax()]
             raise UserError(
-                f"{self._file}: document {document} holds token {misfit}, but the vocabulary"
+                f"{self._file}: document {document} has token {misfit}, but the vocabulary"
                 f" ends at {self._vocab - 1} - the file is damaged or was prepared with another"
                 f" tokenizer: {REMAKE}"
             )
         return ids
 
     def end_of_documents(self) -> int | None:
-        """The id that ends every document, or None if they do not end alike.
+        """The id that ends every document, or None if they end differently.
 
-        If the card names such an id, it is that one or none. Without a card a single document does
-        not say it. Up to 1000 documents with text are asked.
+        If the card names such an id, the result is that id or None. Without a card, one document is
+        not enough to know. We look at up to 1000 documents with text.
         """
         with_text = np.flatnonzero(np.asarray(self.sizes) > 0)
         places = np.linspace(0, len(with_text) - 1, min(len(with_text), 1000)).astype(np.int64)
@@ -169,36 +169,36 @@ class TokenFile:
         return last[0] if declared in (None, last[0]) else None
 
     def check_ends(self, key: str, end: int | None) -> None:
-        """Raise UserError unless all documents end with the tokenizer's token for it.
+        """Raise UserError unless all documents end with the tokenizer's end-of-document token.
 
-        key: the configuration's key that needs it; end: that token, None if it is not known
+        key: the configuration key that needs it; end: that token, None if unknown
         """
         if end is None:
             raise UserError(
-                f"{key}: nothing says which token ends a document of {self.prefix} - set"
-                " tokenizer_type and vocab_file to what the data was prepared with, or prepare it"
+                f"{key}: we don't know which token ends a document of {self.prefix} - set"
+                " tokenizer_type and vocab_file to the tokenizer of the data, or prepare the data"
                 f" again; or set {key}: false"
             )
         if self.end_of_documents() != end:
             raise UserError(
                 f"{key}: the documents of {self.prefix} do not end with token {end}, the"
-                " tokenizer's end of a document, so it is not known where they lie - prepare the"
-                f" text again with prepare_data.py, which ends each; or set {key}: false"
+                " tokenizer's end of a document, so we don't know where they end - prepare the"
+                f" text again with prepare_data.py, which ends each one; or set {key}: false"
             )
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Raise UserError unless that tokenizer can have written these ids.
+        """Raise UserError unless this tokenizer can have written these ids.
 
-        With PREFIX.json the tokenizers' hashes must agree. Else ids must fit the vocabulary when
-        they are read.
+        With PREFIX.json the tokenizers' hashes must agree. Otherwise ids are checked against the
+        vocabulary when they are read.
         """
         writer = self.meta.get("tokenizer")
         if writer and writer.get("hash") != tokenizer.hash:
             raise UserError(
                 f"{self.prefix}: was written by {writer.get('type')} {writer.get('hash')} with a"
                 f" vocabulary of {writer.get('vocab_size')}, but the configuration has"
-                f" {tokenizer.name} {tokenizer.hash} with {tokenizer.vocab_size} - give the"
-                " tokenizer_type, vocab_file and merge_file of the data"
+                f" {tokenizer.name} {tokenizer.hash} with {tokenizer.vocab_size} - set"
+                " tokenizer_type, vocab_file and merge_file to the tokenizer of the data"
             )
         self._vocab = min(self._vocab, tokenizer.vocab_size)
 
@@ -223,14 +223,14 @@ def verify(prefix: str | Path) -> str:
     how = "vocabulary" if tokens.vocab_size else f"range of {tokens.dtype}"
     how = f"sha256 and {how}" if all(sums) else f"{how}; PREFIX.json has no sha256"
     counts = f"{len(tokens):,} documents, {tokens.tokens:,} tokens"
-    return f"{tokens.prefix}: {counts} are whole ({how})"
+    return f"{tokens.prefix}: {counts} are undamaged ({how})"
 
 
 class TokenWriter:
-    """Write PREFIX.bin, .idx and .json, which replace earlier ones when the `with` block ends well.
+    """Write PREFIX.bin, .idx and .json; they replace existing files when the `with` block succeeds.
 
-    meta: what PREFIX.json says beside the numbers of documents and tokens. It may be changed inside
-        the block. Without it no .json is written.
+    meta: what PREFIX.json says in addition to the numbers of documents and tokens. It may be
+        changed inside the block. Without it no .json is written.
     """
 
     def __init__(
@@ -245,9 +245,10 @@ class TokenWriter:
         self.dtype = np.dtype(dtype)
         self.meta = dict(meta or {})
         self.documents = self.tokens = 0
-        self._sizes = array("i")  # four bytes a document: there may be many millions
+        self._sizes = array("i")  # four bytes per document: there may be many millions
         self._digest = hashlib.sha256()
-        # The index comes last. Without it there is no token file: a crash cannot mix old and new.
+        # The index comes last. Without it there is no token file, so a crash cannot mix old and new
+        # files.
         self._paths = [_with(self.prefix, suffix) for suffix in (".bin", ".json", ".idx")]
         for path in reversed(self._paths):
             if path.exists() and not overwrite:
@@ -262,8 +263,8 @@ class TokenWriter:
                 yield self
             if not self.tokens:
                 raise UserError(
-                    f"{self.prefix}: no tokens to write - the input has no documents with text in"
-                    " them"
+                    f"{self.prefix}: there are no tokens to write - the input has no documents with"
+                    " text in them"
                 )
             write_index(index, self.dtype, self._sizes)
             if self.meta:
@@ -272,7 +273,7 @@ class TokenWriter:
                     "tokens": self.tokens,
                     "sha256": {"bin": self._digest.hexdigest(), "idx": sha256_of(index)},
                 }
-                # A file's name that is not UTF-8 cannot be written in JSON.
+                # A file name that is not UTF-8 cannot be written in JSON.
                 facts = parse(json.dumps(facts, ensure_ascii=False).encode(errors="replace"))
                 card.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
@@ -285,7 +286,7 @@ class TokenWriter:
     def add(self, ids: Sequence[int] | NDArray) -> None:
         """Append one document: ids [tokens].
 
-        Raises UserError for an id that the file's dtype cannot hold.
+        Raises UserError for an id that doesn't fit into the file's dtype.
         """
         wide = np.asarray(ids, dtype=np.int64)
         limits = np.iinfo(self.dtype.name)
@@ -326,7 +327,7 @@ class _Text(BaseModel):
 
 
 class Card(BaseModel):
-    """The keys of PREFIX.json that are relied on; it has others."""
+    """The keys of PREFIX.json that we rely on; it may have others."""
 
     documents: int
     tokens: int
@@ -337,7 +338,8 @@ class Card(BaseModel):
 
 
 def read_card(path: Path) -> dict:
-    """The contents of PREFIX.json, {} if there is none; UserError if it describes nothing."""
+    """The contents of PREFIX.json, {} if there is none; UserError if it doesn't describe a token
+    file."""
     if not path.is_file():
         return {}
     try:
@@ -352,13 +354,13 @@ def read_card(path: Path) -> dict:
 
 
 def _check_sha256(path: Path, sums: dict[str, str]) -> bool:
-    """Whether PREFIX.json has the sha256 of a file; UserError if the file has another."""
+    """Whether PREFIX.json has the sha256 of a file; UserError if the file has another sha256."""
     written = sums.get(path.suffix.removeprefix("."))
     if written is None:
         return False
     if sha256_of(path) != written:
         raise UserError(
-            f"{path}: does not agree with the sha256 in its .json, the file was damaged or changed"
+            f"{path}: does not match the sha256 in its .json, so it was damaged or changed"
             f" - {REMAKE}"
         )
     return True

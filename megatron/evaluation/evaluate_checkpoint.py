@@ -1,4 +1,4 @@
-"""One evaluation from checkpoint to rows: several protocols and variants of the same weights."""
+"""One evaluation, from a checkpoint to rows: several protocols and variants of the same weights."""
 
 import itertools
 import json
@@ -68,22 +68,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MeasuredRows:
-    """The rows by the file that holds them, and the lengths asked for."""
+    """The rows by the file that holds them, and the requested lengths."""
 
     rows: dict[Path, list[Row]]
     lengths: list[int]
 
 
 def evaluate(config: Config | None, options: Options) -> MeasuredRows:
-    """Measure what the options ask for, and write each row as soon as it is known.
+    """Measure what the options request, and write each row as soon as it is measured.
 
-    An existing row that answers the same question is kept. Raises UserError, before anything is
-    measured, for what cannot be measured or written.
+    An existing row that answers the same question is kept. Raises UserError if something cannot be
+    measured or written, before anything is measured.
     """
     run = loaded_run(config, options.checkpoint, options.step)
     config, grid = run.config, here()
     size = config.parallel.context_parallel_size
-    # The checkpoint's training may have had other processes.
+    # The checkpoint's training may have used other processes.
     if grid.ranks % size == 0 or "context_parallel_size" in config.chosen:
         grid = grid.sharing(size)
     use_threads(count_parameters(run.model), grid.device)
@@ -98,13 +98,13 @@ def evaluate_training(
     context: Context | None,
     stops: Callable[[], bool],
 ) -> None:
-    """Write the rows that the key `extrapolation` asks for, of a run that goes on.
+    """Write the rows that the key `extrapolation` requests, during a training run.
 
-    They are those of `evaluate.py` with the checkpoint of this step, whether or not it is saved.
+    They equal the rows of `evaluate.py` for this step's checkpoint, even if that isn't saved.
 
-    config: of the training; weights: all of them, in float32; record: of checkpoint.json, with the
-    step, the hash and the file of weights
-    stops: asked on every rank before each length; the rest is left out if it says so
+    config: of the training; weights: all weights in float32; record: as in checkpoint.json, with
+        step, hash and the file of weights
+    stops: called on every rank before each length; if it returns true, the rest is skipped
     """
     path = folder_of(Path(config.checkpoint.save or ""), record["step"])
     model = load_model(path, config, record, weights.items())
@@ -115,11 +115,11 @@ def evaluate_training(
 
 
 def options_of_training(config: Config) -> Options:
-    """The options that the key `extrapolation` gives; UserError for those that cannot be met."""
+    """The options in the key `extrapolation`; UserError for options that cannot be used."""
     values = config.evaluation.extrapolation
     if taken := values.keys() & {"checkpoint", "step", "output"}:
         raise UserError(
-            f"extrapolation: {', '.join(sorted(taken))}: the training gives it - drop it"
+            f"extrapolation: {', '.join(sorted(taken))}: the training sets it - remove it"
         )
     try:
         options = options_of_words(words_of(values))
@@ -130,9 +130,11 @@ def options_of_training(config: Config) -> Options:
 
 
 def check_training(config: Config) -> None:
-    """Raises UserError for rows within training that this text or configuration cannot give."""
+    """Raises UserError if this text or configuration cannot give rows during training."""
     if config.checkpoint.save is None:
-        raise UserError("extrapolation_interval: its rows go into the folder of save - set save")
+        raise UserError(
+            "extrapolation_interval: writes its rows to the folder of save - set save, too"
+        )
     options, part = options_of_training(config), config.evaluation.eval_part
     texts = open_parts(config.data, [part])[part]
     for tokens in texts.files:
@@ -146,17 +148,18 @@ def windows_of_text(
     texts: Part,
     tokens: TokenFile,
 ) -> dict[str, tuple[Protocol, list[Windows]]]:
-    """The protocols of the options on a text by their names, each with the windows of its lengths.
+    """The options' protocols on a text, by name, each with its windows for every length.
 
     config: of the measurement; trained: of the training
-    Raises UserError for what this text cannot give.
+    Raises UserError if the text cannot provide them.
     """
     usual = usual_protocol(tokens.prefix)
     protocols = options.protocols(usual)
     if {name == TASK for name in protocols} != {usual == TASK}:
-        what = "a task, which protocol task alone measures" if usual == TASK else "no task"
+        what = "a task, which only the protocol task measures" if usual == TASK else "no task"
         raise UserError(
-            f"--protocol: {tokens.prefix} is {what} - leave --protocol out, or give data_path=…"
+            f"--protocol: {tokens.prefix} is {what} - remove --protocol, or choose another text"
+            " with data_path=…"
         )
     split, part = texts.split, texts.name
     text = HeldOutText(
@@ -181,7 +184,7 @@ def windows_of_text(
 class Job:
     """One protocol on one text, with one setting of attention.
 
-    output: the file of its rows; facts: their keys about text and protocol; windows: by length
+    output: the file for its rows; facts: the rows' keys about text and protocol; windows: by length
     """
 
     output: Path
@@ -192,15 +195,16 @@ class Job:
 
 
 def jobs_of(run: LoadedRun, options: Options, context_ranks: int) -> Iterator[Job]:
-    """All that the options ask for of a run on its texts. Raises UserError for what cannot be."""
+    """All jobs that the options request for a run on its texts. Raises UserError if one is
+    impossible."""
     positions = [placed.position for placed in run.model.placed]
     attention = MeasuredAttention.of(run.config.attention)
     attentions = variants(attention, options, positions, run.model.train_length)
     moves_tokens = any(each.method or each.sinks is not None for each in attentions)
     if context_ranks > 1 and moves_tokens:
         raise UserError(
-            f"context_parallel_size: {context_ranks} ranks share no text under --method"
-            " or --sinks, which move tokens - set it to 1"
+            f"context_parallel_size: {context_ranks} ranks cannot share a text with --method or"
+            " --sinks, which move tokens - set it to 1"
         )
     for tokens in run.texts.files:
         windows_of = windows_of_text(run.config, run.trained, options, run.texts, tokens)
@@ -209,13 +213,13 @@ def jobs_of(run: LoadedRun, options: Options, context_ranks: int) -> Iterator[Jo
             highest = max(int(ids.max()) for windows in lengths for ids in windows.ids)
             if highest >= vocab:
                 raise UserError(
-                    f"data_path: holds token {highest}, {run.path} knows the tokens 0 to"
+                    f"data_path: has token {highest}, but {run.path} only knows the tokens 0 to"
                     f" {vocab - 1} - {PREPARE}"
                 )
         for attention, name in itertools.product(attentions, windows_of):
             protocol, windows = windows_of[name]
-            # Another corpus, part or variant replaces nothing. The window stands there as it was
-            # asked for: a name must not change when the code does, or no measurement could go on.
+            # Another corpus, part or variant gets its own file. The name has the window as the user
+            # wrote it: if names changed with the code, no measurement could continue.
             words = [tokens.prefix.name, run.texts.name, run.path.name]
             words += [name] if name != "equal_tokens" else []
             words += [options.dtype] if options.dtype != "fp32" else []
@@ -224,7 +228,7 @@ def jobs_of(run: LoadedRun, options: Options, context_ranks: int) -> Iterator[Jo
             usual = run.path.parent / "evaluation" / f"{'-'.join(words)}.jsonl"
             output = options.output or usual
             check_output(output, LINES)
-            existing_results(output)  # refuses a file of other rows before anything is measured
+            existing_results(output)  # fails for a file with other rows before anything is measured
             facts = {
                 "corpus": name_of(tokens),
                 "part": run.texts.name,
@@ -247,8 +251,8 @@ def measured_rows(
     """Measure a run on its texts. Every process calls this.
 
     grid: the processes that share the windows; context: those that share each window
-    stops: asked before each length; what is not measured yet is left out if it says so
-    brief: log a line for each output, not for each length
+    stops: called before each length; if it returns true, the rest is skipped
+    brief: log one line per output, not per length
     """
     jobs = list(jobs_of(run, options, grid.context_ranks))
     rows: dict[Path, list[Row]] = {job.output: [] for job in jobs}
@@ -261,18 +265,18 @@ def measured_rows(
             if not brief:
                 logger.info("attention %s", run.model.attention_choice)
             facts = run.facts(job.attention) | run.begin_of_text | job.facts
-            # As the first process reads them: all processes must agree.
+            # Read by the first process, because all processes must agree.
             existing = grid.gather(existing_results(job.output))[0]
             for windows in job.windows:
                 if stops():
                     return MeasuredRows(rows, lengths)
                 row, is_new = row_of(run, job, facts, windows, existing, options, grid, context)
                 if grid.first and is_new:
-                    write_results(job.output, [row])  # at once: the longest length may fail
+                    write_results(job.output, [row])  # now, because the longest length may fail
                 rows[job.output].append(row)
                 if grid.first and not brief:
                     spent = (
-                        f"{row.get('seconds', 0):.1f} s" if is_new else "kept from an earlier call"
+                        f"{row.get('seconds', 0):.1f} s" if is_new else "kept from an earlier run"
                     )
                     protocol, count = facts["protocol"], row["windows"]
                     logger.info(f"{protocol} {result_at(row)}, {count} windows, {spent}")
@@ -294,16 +298,16 @@ def row_of(
     grid: Grid,
     context: Context | None,
 ) -> tuple[Row, bool]:
-    """The row of one length, and whether it is new: an existing one is kept that answers it."""
+    """The row of one length, and whether it is new: an existing row with the answer is kept."""
     question = facts | windows.facts | {"length": windows.length, "text": windows.text}
     existing_row = answer(question, existing_rows)
     keep = windows.whole(options.keep_losses) if options.keep_losses else 0
     row = existing_row
-    # A row without a loss has no others either.
+    # A row without a loss has no other results either.
     if keep and row and row["loss"] is not None and len(row.get("token_losses", [])) != keep:
         row = None
     if row is None:
-        # A log renews the bar every half minute.
+        # In a log the bar is only printed every half minute.
         pause = 0.1 if sys.stderr.isatty() else 30.0
         bar = tqdm(
             total=len(windows.ids),
@@ -324,20 +328,21 @@ def row_of(
                 advance=bar.update,
             )
         row = cast(Row, question | numbers)
-    if "bytes" not in row:  # the tokenizer may have been absent before
+    if "bytes" not in row:  # the tokenizer may have been missing before
         row = with_facts(row, run.bytes_of_text(job.tokens, windows, row["loss"]))
     return row, row != existing_row
 
 
 def result_at(row: Row) -> str:
-    """The result of a length as a log shows it."""
+    """The result of a length as the log shows it."""
     if row["perplexity"] is None:
         return f"{row['length']}: no perplexity ({row.get('reason')})"
     return f"{row['length']}: perplexity {row['perplexity']:.2f}"
 
 
 def check_options(config: Config, options: Options) -> None:
-    """Raises UserError for options that no checkpoint of a configuration and no text can meet."""
+    """Raises UserError for options that are impossible for any checkpoint of a configuration and
+    any text."""
     attention = MeasuredAttention.of(config.attention)
     positions, _ = positions_from_config(config)
     variants(attention, options, positions, config.model.seq_length)
@@ -353,9 +358,9 @@ def variants(
     positions: Sequence[Position],
     train_length: int,
 ) -> list[MeasuredAttention]:
-    """The settings with every combination of the values that the options ask for.
+    """The settings with every combination of the values in the options.
 
-    Raises UserError for sinks, clipped distances and methods that do not fit.
+    Raises UserError for sinks, clipped distances and methods that don't fit.
     """
     values = options.attention_values
     combinations: dict[MeasuredAttention, None] = {}
@@ -366,7 +371,7 @@ def variants(
         settings = replace(attention, **chosen)
         settings.check(positions, train_length)
         if settings.method is not None:
-            # With all of its options, so that equal ones have equal rows.
+            # With all options, so that equal methods have equal rows.
             method = method_of(settings.method, train_length)
             settings = replace(settings, method=method.text)
         combinations[settings] = None
@@ -374,11 +379,11 @@ def variants(
 
 
 def answer(question: Facts, rows: Iterable[Row]) -> Row | None:
-    """The first row that has every fact of the question and the same attention inputs, or None.
+    """The first row with every fact of the question and the same attention settings, or None.
 
-    A question without a window is not answered by a row with one.
+    A row with a window doesn't answer a question without one.
     """
-    question = json.loads(json.dumps(question))  # as JSON gives it back: tuples are lists
+    question = json.loads(json.dumps(question))  # as JSON returns it: tuples become lists
     inputs = identity(cast(Question, question), ATTENTION_INPUTS)
     for row in rows:
         if agrees(row, question) and identity(row, ATTENTION_INPUTS) == inputs:
@@ -390,22 +395,23 @@ def answer(question: Facts, rows: Iterable[Row]) -> Row | None:
 
 
 def evaluate_as_published(config: Config) -> Iterator[MeasuredRows]:
-    """Measure both held-out parts by protocol `paper`, as their files with train-iters: 0 do.
+    """Measure both held-out parts with protocol `paper`, as their files with train-iters: 0 do.
 
-    The length is seq_length_val. A part has eval_iters batches. Those of the validation begin where
-    the training's next validation would, as the forks have it; those of the test with the first.
-    Raises UserError if there is no checkpoint, or nothing to measure.
+    The length is seq_length_val, and each part has eval_iters batches. As in the forks, those of
+    the validation start where the training's next validation would; those of the test start at the
+    beginning.
+    Raises UserError if there is no checkpoint or nothing to measure.
     """
     training = config.training
     if not training.eval_iters:
-        raise UserError("eval_iters: 0 batches are nothing to measure - give at least 1")
+        raise UserError("eval_iters: 0 batches leave nothing to measure - set at least 1")
     accumulation = training.gradient_accumulation_steps
     windows = training.eval_iters * training.train_micro_batch_size_per_gpu * accumulation
     length = config.data.seq_length_val
     checkpoint = find(checkpoint_folder(config, None))
     dtype = "bf16" if config.precision.dtype == "bf16" else "fp32"
-    logger.info("train_iters: 0 - %s is measured as KERPLE and MEP do it", checkpoint)
-    validations = 0  # which the forks count up to this step
+    logger.info("train_iters: 0 - measuring %s as KERPLE and MEP do", checkpoint)
+    validations = 0  # the forks count them up to this step
     if training.eval_interval:
         validations = (step_of(checkpoint) or 0) * accumulation // training.eval_interval
     for part in ("valid", "test"):

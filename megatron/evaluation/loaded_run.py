@@ -1,4 +1,4 @@
-"""A checkpoint with its configuration and its text, checked to belong together."""
+"""A checkpoint with its configuration and text, after checking that they belong together."""
 
 import contextlib
 import hashlib
@@ -36,14 +36,14 @@ from megatron.results.statistics import bits_per_byte
 
 logger = logging.getLogger(__name__)
 
-BESIDE_TOKENS = "tokenizer.json"  # what prepare_data.py writes beside the tokens
+BESIDE_TOKENS = "tokenizer.json"  # what prepare_data.py writes next to the tokens
 TokenizerFiles = tuple[str, str | None, str | None]  # tokenizer_type, vocab_file, merge_file
 PREPARE = "prepare that text with the checkpoint's tokenizer"
-FIT = "give that run's configuration, its folder as load, or --checkpoint DIR and no configuration"
+FIT = "use that run's configuration, set load to its folder, or give only --checkpoint DIR"
 
 PACKAGE = Path(__file__).resolve().parents[1]
-# The code that a loss depends on, whole rooms and single files: rows of other code are measured
-# again. Figures, pages, tables and commands are not among it.
+# The code that a loss depends on, as packages and files: if it changes, rows are measured again.
+# Figures, pages, tables and commands are not included.
 SHAPES_LOSSES = (
     "attention",
     "checkpoints",
@@ -63,12 +63,12 @@ SHAPES_LOSSES = (
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A checkpoint that was found to be what its configuration describes.
+    """A checkpoint that matches its configuration.
 
     model: the trained weights, float32, on the CPU, in eval mode
     trained: the configuration of the training
-    config: the configuration of the measurement; `trained` if none was given
-    path: folder of the checkpoint, such as runs/mep/global_step2000
+    config: the configuration of the measurement; `trained` if there is none
+    path: the checkpoint's folder, such as runs/mep/global_step2000
     record: its checkpoint.json: step, config_hash, vocab and more
     """
 
@@ -80,20 +80,20 @@ class LoadedModel:
 
     @property
     def tokenizer(self) -> dict[str, Any]:
-        """{type, hash, vocab_size} of the tokenizer that it learned with; {} if unknown."""
+        """{type, hash, vocab_size} of the tokenizer of its training; {} if unknown."""
         return self.record.get("tokenizer") or {}
 
     @property
     def begin_of_text(self) -> Facts:
-        """bos_token of rows, where each text begins with one; else {}."""
+        """bos_token for rows, if each text begins with one; else {}."""
         token = self.tokenizer.get("bos_token")
         return {} if token is None else {"bos_token": token}
 
     def tokenizer_with(self, expected: str | None, prefixes: Iterable[Path]) -> Tokenizer | None:
         """The tokenizer with this hash, or None.
 
-        Its files are looked for as given, as in training, in the run's folder, which may have been
-        moved, and beside token files.
+        We look for its files where the configuration says, where the training's configuration says,
+        in the run's folder (which may have been moved), and next to token files.
         """
         places: list[TokenizerFiles] = [(self.tokenizer.get("type") or "", None, None)]
         for data in (self.config.data, self.trained.data):
@@ -108,12 +108,12 @@ class LoadedModel:
         return _tokenizer(tuple(dict.fromkeys(places)), expected, self.record["vocab"])
 
     def to(self, device: torch.device, dtype: str) -> None:
-        """Move the model to its device, in a dtype by its name."""
+        """Move the model to its device, in the dtype with this name."""
         self.model.to(device, DTYPES[dtype])
         set_matmul_precision(self.config.precision.float32_matmul_precision, dtype, device)
 
     def facts(self, attention: MeasuredAttention) -> Facts:
-        """The keys of every row about the model, as it now is, and about the code."""
+        """The keys of every row about the model (in its current state) and the code."""
         weight = next(self.model.parameters())
         stage = self.trained.at_step(self.record["step"])
         facts = {
@@ -153,10 +153,10 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class LoadedRun(LoadedModel):
-    """A checkpoint that was found to fit its text too.
+    """A checkpoint that also matches its text.
 
-    texts: what the part is measured on, each by itself: one corpus, or those of
-        valid_data_paths or a key like it
+    texts: the texts to measure, each separately: one corpus, or those of valid_data_paths or
+        test_data_paths
     """
 
     texts: Part
@@ -164,10 +164,10 @@ class LoadedRun(LoadedModel):
     def bytes_of_text(self, tokens: TokenFile, windows: Windows, loss: float | None) -> Facts:
         """bytes, bytes_from and bits_per_byte of the scored targets; {} without the tokenizer.
 
-        Answers of a task have none, because they are no text.
+        Answers of a task have none, because they are not text.
 
-        loss: mean over the scored targets in nats. The end of a document is a target without
-        bytes: what it costs to say that a document ends counts.
+        loss: mean over the scored targets in nats. The end of a document is a target without bytes,
+            so predicting it costs bits but adds no bytes.
         """
         sizes = None
         writer = tokens.meta.get("tokenizer") or self.tokenizer
@@ -188,14 +188,14 @@ class LoadedRun(LoadedModel):
 def _tokenizer(
     places: Sequence[TokenizerFiles], expected: str | None, vocab: int
 ) -> Tokenizer | None:
-    """The first tokenizer of this hash for a model of `vocab` rows."""
+    """The first tokenizer with this hash, for a model of `vocab` rows."""
     for place in places:
         with contextlib.suppress(UserError):
             tokenizer = build_tokenizer(*place)
             is_unknown = expected is None and tokenizer.vocab_size <= vocab
             if tokenizer.hash == expected or is_unknown:
                 return tokenizer
-    logger.info("no tokenizer.json or vocab_file that is there has the hash %s", expected)
+    logger.info("no existing tokenizer.json or vocab_file has the hash %s", expected)
     return None
 
 
@@ -211,16 +211,16 @@ def measurable(
 ) -> LoadedModel:
     """A model with the settings of its measurement; see `LoadedModel`.
 
-    config: the configuration given; None for that of the training
+    config: the user's configuration; None for that of the training
     """
-    # Unless the configuration says so itself, documents are kept apart as in training.
+    # Documents are separated as in training, unless the configuration sets it.
     config = config or trained
     values = {}
     for key in ("reset_attention_mask", "reset_position_ids"):
         if key not in config.chosen:
             values[key] = trained[key]
     if "reset_attention_mask" in config.chosen and not config["reset_attention_mask"]:
-        values = {"reset_position_ids": False}  # which needs the mask
+        values = {"reset_position_ids": False}  # it needs the mask
     stage = trained.at_step(record["step"])
     for keys in (("window", "window_layers"), ("logn_scale",)):
         if all(config[key] == trained[key] for key in keys):
@@ -235,8 +235,8 @@ def opened_with_tokenizer(
 ) -> tuple[LoadedModel, Tokenizer]:
     """A checkpoint and its tokenizer; arguments as for evaluation.loaded_run.loaded_run.
 
-    Raises UserError if there is no checkpoint, if it is one of another model, or if its tokenizer
-    is not found.
+    Raises UserError if there is no checkpoint, if it has another model, or if its tokenizer is not
+    found.
     """
     trained = loaded_model(config, folder, step)
     keys = trained.config.model_keys()
@@ -245,13 +245,13 @@ def opened_with_tokenizer(
 
 
 def tokenizer_of(trained: LoadedModel) -> Tokenizer:
-    """The tokenizer that a checkpoint learned with; UserError if it is not found."""
+    """The tokenizer of a checkpoint's training; UserError if it is not found."""
     description = trained.tokenizer
     expected = description.get("hash")
     if description.get("type") == "task":
         raise UserError(
-            f"{trained.path}: learned a task, which has no tokenizer for texts - evaluate.py"
-            " without --tasks measures it"
+            f"{trained.path}: was trained on a task, which has no tokenizer for text - measure it"
+            " with evaluate.py, without --tasks"
         )
     prefixes: list[str] = []
     for data in (trained.config.data, trained.trained.data):
@@ -261,33 +261,33 @@ def tokenizer_of(trained: LoadedModel) -> Tokenizer:
         return tokenizer
     words = f"{description.get('type', 'unknown')} {expected or ''}".strip()
     raise UserError(
-        f"vocab_file: the tokenizer that {trained.path} learned with ({words}) is not found"
-        " - give its files: tokenizer_type=… vocab_file=… and, for GPT2BPETokenizer, merge_file=…"
+        f"vocab_file: cannot find the tokenizer that {trained.path} was trained with ({words}) -"
+        " name its files: tokenizer_type=… vocab_file=… and, for GPT2BPETokenizer, merge_file=…"
     )
 
 
 def loaded_run(config: Config | None, folder: str | Path | None, step: int | None) -> LoadedRun:
     """Open a checkpoint and its text, and check that they agree.
 
-    config: the configuration given; None for that of the training
-    folder: of a run or of one checkpoint; None for `load` or `save` of the configuration
+    config: the user's configuration; None for that of the training
+    folder: of a run or of a checkpoint; None for `load` or `save` of the configuration
     step: which checkpoint of a run; None for the latest
-    Raises UserError if there is no checkpoint or no text, or if they do not belong together.
+    Raises UserError if there is no checkpoint or no text, or if they don't belong together.
     """
     return on_text(loaded_model(config, folder, step))
 
 
 def on_text(loaded: LoadedModel) -> LoadedRun:
-    """A model with its text; UserError if there is none, or they do not belong together."""
+    """A model with its text; UserError if there is none or they don't belong together."""
     trained, config, path = loaded.trained, loaded.config, loaded.path
     names_data = config if any(config[key] for key in DATA_PATHS) else trained
     part = config.evaluation.eval_part
     texts = open_parts(names_data.data, [part])[part]
-    if names_data is trained:  # the data of the training, with the split that is given
+    if names_data is trained:  # the data of the training, with the split of the user
         texts = replace(texts, split=texts.split if texts.weights else config.data.split)
 
-    # On the data of the training the split must agree too: else text of the training is measured.
-    # pos_emb_file is no such key: its text was compared when the checkpoint was read.
+    # On the training data the split must agree too, or we would measure text that was trained on.
+    # pos_emb_file is not compared: its text was compared when the checkpoint was read.
     model_keys, trained_keys = config.model_keys(), trained.model_keys()
     measured_on, trained_on = names_data.data.data_path, trained.data.data_path
     if measured_on and trained_on and Path(measured_on).resolve() == Path(trained_on).resolve():
@@ -296,7 +296,7 @@ def on_text(loaded: LoadedModel) -> LoadedRun:
     check_same_model(model_keys, trained_keys, path)
 
     trained_whole = trained.data.train_data_paths
-    if texts.weights and trained_on:  # as a whole, it holds the training's share
+    if texts.weights and trained_on:  # as a whole, it includes the training's share
         trained_whole = (trained_on,)
     trained_places = {place_of(corpus) for corpus in trained_whole}
     for tokens in texts.files:
@@ -304,16 +304,16 @@ def on_text(loaded: LoadedModel) -> LoadedRun:
         hashes = writer.get("hash"), loaded.tokenizer.get("hash")
         if all(hashes) and hashes[0] != hashes[1]:
             raise UserError(
-                f"data_path: {tokens.prefix} was written by {writer.get('type')} {hashes[0]},"
-                f" {path} learned with {loaded.tokenizer.get('type')} {hashes[1]}:"
-                f" its perplexity there would mean nothing - {PREPARE}"
+                f"data_path: {tokens.prefix} was written by {writer.get('type')} {hashes[0]}, but"
+                f" {path} was trained with {loaded.tokenizer.get('type')} {hashes[1]}, so the"
+                f" perplexity would be meaningless - {PREPARE}"
             )
         if config.attention.reset_attention_mask:
             tokens.check_ends("reset_attention_mask", loaded.model.end_of_document)
         if place_of(str(tokens.prefix)) in trained_places:
             raise UserError(
-                f"eval_part: {tokens.prefix} as {texts.name} text was trained on by {path}:"
-                " a loss there says nothing of new text - give held-out text as"
+                f"eval_part: {path} was trained on {tokens.prefix}, which is now the {texts.name}"
+                " text, so its loss says nothing about new text - give held-out text as"
                 f" {texts.name}_data_paths"
             )
     task, *_ = texts.files
@@ -328,26 +328,26 @@ def on_text(loaded: LoadedModel) -> LoadedRun:
 def check_same_model(
     settings: Mapping[str, Any], trained: Mapping[str, Any], checkpoint: Path | str
 ) -> None:
-    """Raises UserError if the configuration given is not that of the trained model.
+    """Raises UserError if the user's configuration is not that of the trained model.
 
-    The message names every differing key with both values.
+    The message lists every differing key with both values.
 
-    settings, trained: the keys that describe a model, such as {"num_layers": 12}
+    settings, trained: keys that describe a model, such as {"num_layers": 12}
     """
-    lines = [f"{checkpoint}: is a checkpoint of another model - {FIT}"]
+    lines = [f"{checkpoint}: is a checkpoint of a different model - {FIT}"]
     for key, value in trained.items():
         if key in settings and settings[key] != value:
             lines.append(
-                f"{key}: {settings[key]!r} is given, the checkpoint was trained with {value!r}"
+                f"{key}: {settings[key]!r} is set, but the checkpoint was trained with {value!r}"
             )
     if len(lines) > 1:
         raise UserError("\n  ".join(lines))
 
 
 def variant(attention: MeasuredAttention) -> Facts:
-    """The keys that change which keys a query sees or how; only those that are on.
+    """The settings that change which keys a query sees, or how; only those that are on.
 
-    They may have been set in training or for this measurement.
+    They may come from the training or from this measurement.
     """
     values = {key: getattr(attention, key) for key in ATTENTION_INPUTS}
     if attention.window_layers:
@@ -358,8 +358,9 @@ def variant(attention: MeasuredAttention) -> Facts:
 def checkpoint_folder(config: Config | None, step: int | None) -> str:
     """The folder of the checkpoint that a configuration means.
 
-    That is the one whose own config.yml is given; else load or save, whichever holds a checkpoint.
-    Raises UserError if both hold different ones, or none is named.
+    It is the checkpoint whose config.yml was given, or else load or save, whichever has a
+    checkpoint.
+    Raises UserError if both have different checkpoints, or if neither is set.
     """
     named: list[str | None] = []
     if config:
@@ -371,7 +372,7 @@ def checkpoint_folder(config: Config | None, step: int | None) -> str:
     folders = list(dict.fromkeys(folder for folder in named if folder))
     if not folders:
         raise UserError(
-            "checkpoint: none is named - give the configuration of a run, or --checkpoint DIR"
+            "checkpoint: is not set - give the configuration of a run, or --checkpoint DIR"
         )
     holding = []
     for folder in folders:
@@ -380,14 +381,14 @@ def checkpoint_folder(config: Config | None, step: int | None) -> str:
             holding.append(folder)
     if len(holding) == 2:
         raise UserError(
-            f"checkpoint: load ({folders[0]}) and save ({folders[1]}) both hold one"
-            " - say which with --checkpoint"
+            f"checkpoint: load ({folders[0]}) and save ({folders[1]}) both have one - choose one"
+            " with --checkpoint"
         )
     return holding[0] if holding else folders[0]
 
 
 def code_fingerprint() -> str:
-    """12 hex digits of the code that shapes a loss, committed or not."""
+    """12 hex digits that identify the code that a loss depends on, committed or not."""
     digest = hashlib.sha256()
     for name in SHAPES_LOSSES:
         path = PACKAGE / name

@@ -1,8 +1,8 @@
-"""Methods that let trained weights read longer texts: for evaluation and generation only.
+"""Methods with which trained weights read longer texts, for evaluation and generation only.
 
-Most of them choose between two versions of a score by distance. A near key counts at its own
-position, a far one at a position that was trained. So each is four short answers: up to where keys
-are near, which far keys are visible, and where far queries and keys stand.
+Most of them choose between two versions of a score by distance. A near key keeps its own position,
+a far key gets a position that occurred in training. So each method answers four questions: which
+keys are near, which far keys are visible, and which positions far queries and far keys get.
 
 | method, with w = window | far keys | distance of a far key j to query i |
 |---|---|---|
@@ -15,14 +15,14 @@ are near, which far keys are visible, and where far queries and keys stand.
 
 `dual_chunk` has three versions of a score, by the chunks of both tokens: see `Method.seen_keys`.
 
-`dynamic_ntk` changes the base of a rotary encoding for later queries: it is that of dynamic NTK for
-their number of keys n, rounded up to whole steps. The base is base · (factor · n / seq_length -
-factor + 1)^(dim / (dim - 2)) beyond seq_length; all keys are turned by it too. transformers gives
-every query the base of the whole text, so that a longer text changes what came before. Here the
-last query of a step has what they give it.
+`dynamic_ntk` changes the base of a rotary encoding for later queries: they use dynamic NTK's base
+for their number of keys n, rounded up to whole steps. That base is base · (factor · n / seq_length
+- factor + 1)^(dim / (dim - 2)) beyond seq_length; all keys are rotated with it too. transformers
+    uses the base of the whole text for every query, so a longer text changes earlier outputs. Here
+    only the last query of a step gets the same base as there.
 
 `pi`, `ntk`, `yarn`, `longrope` and `clipped_rope` are relatives of `rotary` (positions/rotary.py),
-on a model that was trained without: tokens stay where they are, and frequencies change.
+on a model that was trained without them: positions stay, and frequencies change.
 """
 
 import math
@@ -44,17 +44,18 @@ from megatron.errors import UserError, did_you_mean
 from megatron.model.settings import AttentionSettings
 from megatron.positions import REGISTRY, Position
 
-MOST = 2**24  # tokens: beyond, positions are not exact in float32
+MOST = 2**24  # tokens; beyond this, positions are not exact in float32
 FACTOR = "attention_factor"  # an option
 
 
 class MethodKind(NamedTuple):
-    """Options of a method and their types, tokens unless something else is said.
+    """The options of a method and their types; numbers are tokens unless noted otherwise.
 
-    defaults: of options that need not be given, by the training's length and what is given
-    needs: what the encoding of at least one layer does; None: nothing
-    between: far distances may lie between whole numbers, where tables have no value
-    scaling: of `rotary`, which the encoding gets with these options; None: tokens move instead
+    defaults: for optional options, from the training length and the other options
+    needs: what the encoding of at least one layer must do; None: nothing
+    between: far distances may be fractions, for which tables have no value
+    scaling: the `rotary` scaling that the encoding gets with these options; None: positions change
+        instead
     """
 
     options: dict[str, type]
@@ -67,7 +68,7 @@ class MethodKind(NamedTuple):
 
 
 def half(train_length: int, _: Mapping[str, float]) -> dict[str, float]:
-    """Keys of the last half of the training's length are near."""
+    """Keys within half of the training length are near."""
     return {"window": max(1, train_length // 2)}
 
 
@@ -77,7 +78,7 @@ METHODS = {
     "self_extend": MethodKind({"window": int, "group": int}, half, between=True),
     "dual_chunk": MethodKind(
         {"chunk": int, "limit": int, "attention_factor": float},
-        # Those of the authors' code.
+        # As in the authors' code.
         lambda length, chosen_options: {
             "chunk": length * 3 // 4 - length // 8,
             "limit": length * 3 // 4,
@@ -113,19 +114,20 @@ METHODS = {
     ),
     "clipped_rope": MethodKind({"clipped": int}, needs="stretches", scaling="clipped_rope"),
 }
-"""All that `--method` may name."""
+"""All names that `--method` accepts."""
 SINKS = MethodKind({"window": int, "sinks": int}, needs=None)
-"""The setting `sinks` beside `window`."""
+"""The setting `sinks` with `window`."""
 FACTORS: dict[str, dict[str, list[float]]] = {}
-"""LongRoPE's factors that were read: long_factor and short_factor, by a name of their contents."""
+"""LongRoPE's factors from files: long_factor and short_factor, by a name made from their
+contents."""
 
 
 class SeenKeys(NamedTuple):
     """The keys first … end - 1 as some queries see them.
 
-    query_place [queries], key_place [keys of the text]: where both stand, whole numbers or not
-    last [queries]: the last key that each sees, which may be beyond `end`
-    window: so many keys up to that one; None: all
+    query_place [queries], key_place [keys of the text]: their positions, possibly fractions
+    last [queries]: the last key that each query sees, possibly beyond `end`
+    window: the number of visible keys up to that one; None: all
     """
 
     query_place: Tensor
@@ -149,18 +151,19 @@ class Method:
 
     @property
     def near_keys(self) -> int | None:
-        """How many keys may stand as they were trained; None: near and far keys are alike."""
+        """The number of near keys; None: near and far keys are treated alike."""
         return self.options.get("window", self.options.get("chunk"))
 
     @property
     def text(self) -> str:
-        """The method as `method_of` reads it, with all options: rerope,window=256."""
+        """The method in the form that `method_of` reads, with all options: rerope,window=256."""
         words = [f"{name}={self.options[name]}" for name in self.kind.options]
         return ",".join([self.name, *(word.removesuffix(".0") for word in words)])
 
     @property
     def scaling(self) -> dict[str, Any]:
-        """What it changes of the encoding's `Scaling`; {}: nothing, tokens move."""
+        """What the method changes in the encoding's `Scaling`; {}: nothing, positions change
+        instead."""
         if self.kind.scaling is None:
             return {}
         options = dict(self.options)
@@ -168,13 +171,13 @@ class Method:
         return {"name": self.kind.scaling, **options, **factors}
 
     def far(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions of queries for far keys, and of these for them: [queries], [keys] -> same."""
+        """Positions of queries and keys for scores of far keys: [queries], [keys] -> same."""
         window, factor = self.options["window"], self.options.get("factor")
         group = self.options.get("group")
         if factor is not None:
             return (query + window * (factor - 1)) / factor, key / factor
         if group is not None:
-            # A true division: the shift is no whole number where group does not divide window.
+            # A true division: the shift is a fraction if group doesn't divide window.
             return query // group + window - window / group, key // group
         if "local" in self.options:
             return query - window + self.options["local"], key
@@ -185,27 +188,28 @@ class Method:
 
     @property
     def backend(self) -> str | None:
-        """What computes attention in place of the model's backend, or None."""
+        """The function that computes attention instead of the model's backend, or None."""
         return None if self.near_keys is None else "near_far"
 
     def visible(self, window: int | None) -> tuple[int | None, int | None]:
-        """The window of a layer's queries, and the first keys that they see beside it."""
+        """The window of a layer's queries, and the number of first keys that they see in
+        addition."""
         if "sinks" in self.options:
             return self.options["window"], self.options["sinks"]
         return window, None
 
     def table_length(self, keys: int) -> int:
-        """The number of distances that a table must have for so many keys."""
+        """The number of distances that a table must have for this many keys."""
         return max(keys, self.options.get("limit", 0) + 1)
 
     def applies_to(self, position: Position) -> bool:
-        """Whether it changes anything of a layer with this encoding."""
+        """Whether the method changes a layer with this encoding."""
         if self.kind.needs is None or position.rotates:
             return True
         return self.near_keys is not None and has_table(position)
 
     def obstacle(self, position: Position) -> str | None:
-        """The reason why tokens of this encoding cannot stand at other positions, or None."""
+        """Why this encoding's tokens cannot get other positions, or None."""
         if self.kind.needs == "stretches" and position.stretch_fault is not None:
             return position.stretch_fault
         if self.scaling:
@@ -215,7 +219,7 @@ class Method:
                 return str(fault)
             return None
         if self.kind.between and has_table(position):
-            return "its bias by distance has no value between whole distances"
+            return "its bias has no values for fractional distances"
         hooks = ("on_scores", "block_scores", "index_bias")
         turns_by_content = position.has("on_queries_keys_by_content")
         if (
@@ -234,7 +238,7 @@ class Method:
         values = for_each_query_head(text.v, text.q.shape[1] // text.v.shape[1])
         near_keys = self.near_keys
         if near_keys is None:
-            # One part of the queries after the other, each with the base of its length.
+            # The queries in parts, each with the base for its length.
             outputs = []
             for first, stop, stretch in self.parts(start, end, text.position.shape.train_length):
                 rows, keys = slice(first - start, stop - start), slice(0, stop)
@@ -253,7 +257,7 @@ class Method:
         outputs = []
         while start < end:
             stop = min(start + size, (start // chunk + 1) * chunk, end)
-            if start < near_keys:  # queries of a block all have far keys, or none
+            if start < near_keys:  # either all queries of a block have far keys, or none
                 stop = min(stop, near_keys)
             outputs.append(self.block(text, values, key, start, stop))
             start = stop
@@ -291,9 +295,9 @@ class Method:
         """The keys of neighbouring queries: near ones, then far ones."""
         first, end = int(query[0]), int(query[-1]) + 1
         if "chunk" in self.options:
-            # Key j stands at j mod chunk. Query i stands at i mod chunk for keys of its own chunk,
-            # at min(i mod chunk + chunk, limit) for keys of the chunk before, and at
-            # min(2 chunk - 1, limit) for all earlier ones (arXiv 2402.17463).
+            # Key j has position j mod chunk. Query i has position i mod chunk for keys of its own
+            # chunk, at min(i mod chunk + chunk, limit) for keys of the chunk before, and at min(2
+            # chunk - 1, limit) for all earlier ones (arXiv 2402.17463).
             chunk, limit = self.options["chunk"], self.options["limit"]
             begin, place = first - first % chunk, key % chunk
             own_place = place[first:end]
@@ -313,7 +317,7 @@ class Method:
         far_query, far_key = self.far(query, key)
         first_far = 0 if window is None else first - window + 1
         end_of_far = end - near if sinks is None else min(sinks, end - near)
-        # Far enough are the keys of a causal mask, `near` tokens earlier.
+        # Far keys follow a causal mask that is shifted by `near` tokens.
         far_window = None if window is None else window - near
         yield SeenKeys(far_query, far_key, first_far, end_of_far, query - near, far_window)
 
@@ -330,9 +334,9 @@ class Method:
 
 
 def method_of(text: str, train_length: int) -> Method:
-    """The method that a text such as `self_extend,window=256,group=8` describes.
+    """The method for a text such as `self_extend,window=256,group=8`.
 
-    Options that are not given have the defaults of their method. Raises UserError for others.
+    Missing options get the defaults of the method. Raises UserError for unknown ones.
     """
     name, *words = text.split(",")
     if name not in METHODS:
@@ -346,7 +350,9 @@ def method_of(text: str, train_length: int) -> Method:
         try:
             options[key] = kind.options[key](value[:20])
         except (KeyError, ValueError):
-            raise UserError(f"--method {name}: {word:.80} is wrong; give {option_types}") from None
+            raise UserError(
+                f"--method {name}: {word:.80} is not valid; write {option_types}"
+            ) from None
     options = kind.defaults(train_length, options) | options
     near = options.get("window", options.get("chunk", 1))
     bounds = {
@@ -359,22 +365,22 @@ def method_of(text: str, train_length: int) -> Method:
     }
     for key in kind.options:
         if key not in options:
-            raise UserError(f"--method {name}: give {key}= too; it has no default")
+            raise UserError(f"--method {name}: {key}= is missing and has no default; add it")
         if key == "factors":  # a name of numbers
             continue
         least, most = bounds.get(key, (1, MOST))
         if not least <= options[key] <= most:
             value = options[key]
-            raise UserError(f"--method {name}: {key}={value} is not within {least} … {most}")
+            raise UserError(f"--method {name}: {key}={value} must be between {least} and {most}")
     return Method(name, options)
 
 
 @dataclass(frozen=True)
 class MeasuredAttention(AttentionSettings):
-    """Settings of attention, with those that are chosen when trained weights are used.
+    """Attention settings, including those that can be chosen for trained weights.
 
-    sinks: first keys of the text that stay visible beside the window (StreamingLLM)
-    clip_distance: tables by distance have the value there at every larger distance
+    sinks: first keys of the text that stay visible in addition to the window (StreamingLLM)
+    clip_distance: tables by distance are constant from this distance on
     method: see `method_of`
     """
 
@@ -422,10 +428,10 @@ def faults_of(
     if sinks is not None and not lengths:
         yield f"--sinks {sinks}: without a window all keys are visible; give --window too"
     if clip is not None and not any(has_table(position) for position in positions):
-        rotating = "for rotations --method rerope is the same"
+        rotating = "for rotations use --method rerope, which does the same"
         yield f"--clip-distance {clip}: {names} has no table by distance; {rotating}"
     if sinks is not None and attention.method is not None:
-        yield f"--sinks {sinks}: excludes --method {attention.method}"
+        yield f"--sinks {sinks}: excludes --method {attention.method}; remove one of them"
     try:
         method = attention.chosen(lengths[0] if lengths else None, train_length)
     except UserError as fault:
@@ -442,16 +448,16 @@ def faults_of(
         too_short = bool(lengths) and (hides or min(lengths) <= near_keys)
         if attention.blockwise or (is_named and (clip is not None or too_short)):
             beside = "blockwise, --clip-distance or this --window"
-            yield f"{where}: has no meaning beside {beside}; leave that out"
+            yield f"{where}: has no meaning with {beside}; remove that"
     if method.kind.needs is not None and not any(position.rotates for position in positions):
-        yield f"{where}: {names} do not turn queries and keys by position; take rotary"
+        yield f"{where}: {names} do not rotate queries and keys by position; use rotary"
         return
     for position in positions:
         obstacle = method.obstacle(position)
         if obstacle is not None and method.applies_to(position):
-            yield f"{where}: {name_of(position)} cannot have it: {obstacle}"
+            yield f"{where}: {name_of(position)} does not support it: {obstacle}"
     if attention.reset_attention_mask and not method.scaling:
-        yield f"{where}: reads a text as one document; set reset_attention_mask=false"
+        yield f"{where}: treats a text as one document; set reset_attention_mask=false"
 
 
 def name_of(position: Position) -> str:
@@ -466,7 +472,7 @@ def has_table(position: Position) -> bool:
 
 
 def clipped(table: Tensor | None, distance: int | None) -> Tensor | None:
-    """A table whose value beyond a distance is the one there: [heads, distances] -> same."""
+    """A table that is constant from a distance on: [heads, distances] -> same."""
     if table is None or distance is None or distance + 1 >= table.shape[1]:
         return table
     last = table[:, distance : distance + 1]
@@ -477,7 +483,7 @@ def clipped(table: Tensor | None, distance: int | None) -> Tensor | None:
 def attended_keys(
     q: Tensor, k: Tensor, v: Tensor, terms: Terms, last: Tensor, distance: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Attention of some queries to some keys: output and lse.
+    """Attention of some queries to some keys: the output and lse.
 
     last [queries]: the last key that each query sees; distance [queries, keys]: columns of tables
     """

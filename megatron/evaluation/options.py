@@ -1,4 +1,4 @@
-"""The options of evaluate.py and the values that they may have."""
+"""The options of evaluate.py and their allowed values."""
 
 import argparse
 import contextlib
@@ -21,25 +21,25 @@ from megatron.protocols import MOST, MOST_TOKENS, OPTIONS, PROTOCOLS, Protocol, 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LONGEST_FACTORS = 10**6  # bytes of a file of factors
-MOST_KEPT = 2**20  # losses in a row
+MOST_KEPT = 2**20  # largest number of single losses in a row
 VARIED = ("window", "logn_scale", "paper_precision", "sinks", "clip_distance", "method")
-"""Settings of attention of which an evaluation may try several values on the same weights."""
+"""Attention settings for which an evaluation may try several values on the same weights."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of one evaluation beside its configuration.
+    """The options of an evaluation, in addition to its configuration.
 
-    checkpoint: folder of a run or of one checkpoint; None for load or save of the configuration
+    checkpoint: folder of a run or of a checkpoint; None for load or save of the configuration
     step: which checkpoint of the run; None for the latest
-    lengths: tokens of a window; empty for eval_lengths of the configuration
-    output: file of JSON lines; None for a name in the run's folder that says what is measured
-    attention_values: values of the settings in VARIED, each on the same weights; of others it is
-        the configuration's
+    lengths: window lengths in tokens; empty for eval_lengths of the configuration
+    output: file for JSON lines; None for a file in the run's folder, named after what is measured
+    attention_values: values of the settings in VARIED, each tried on the same weights; the
+        configuration's value for others
     dtype: of the model's matrices, a name in DTYPES
     protocol: names in PROTOCOLS; empty for equal_tokens
     protocol_options: options of single protocols, by their names in megatron.protocols.OPTIONS
-    keep_losses: scored targets, at most, whose own losses a row has too
+    keep_losses: for at most this many scored targets, rows also have the single losses
     """
 
     checkpoint: str | None = None
@@ -54,7 +54,7 @@ class Options:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Self:
-        """The words of a command line."""
+        """The words of a command line that has these options."""
         words = vars(arguments)
         words = {
             **words,
@@ -64,9 +64,9 @@ class Options:
         return cls(**{option.name: words[option.name] for option in fields(cls)})
 
     def protocols(self, usual: str) -> dict[str, Protocol]:
-        """The protocols by their names; usual: where none is named.
+        """The protocols by name; usual: the one to use if none is named.
 
-        Raises UserError for an option that none of them reads.
+        Raises UserError for an option that none of them has.
         """
         names = dict.fromkeys(self.protocol or [usual])
         for name in self.protocol_options:
@@ -74,44 +74,44 @@ class Options:
             if not {*readers} & {*names}:
                 option = "--" + name.replace("_", "-")
                 raise UserError(
-                    f"{option}: is read by --protocol {' or '.join(readers)} alone, and measured"
-                    f" is {', '.join(names)} - name that protocol too, or leave {option} out"
+                    f"{option}: only works with --protocol {' or '.join(readers)}, but you measure"
+                    f" {', '.join(names)} - add that protocol, or remove {option}"
                 )
         return {name: protocol_of(name, self.protocol_options) for name in names}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The words of evaluate.py beside files, settings and tasks."""
+    """Add the options of evaluate.py, except files, settings and tasks."""
     add = parser.add_argument
     folder = "folder of a run or of one checkpoint; default: load, else save"
     add("--checkpoint", type="path", metavar="DIR", help=folder)
-    step = "which checkpoint of the run; default: the latest"
+    step = "step of the checkpoint; default: the latest"
     add("--step", type=number(0, MOST), metavar="N", help=step)
-    lengths = "context lengths; default: eval_lengths"
+    lengths = "context lengths in tokens; default: eval_lengths"
     kind = number(1, MOST_TOKENS)
     add("--lengths", type=kind, nargs="+", default=(), metavar="L", help=lengths)
-    add("-o", "--output", type=Path, metavar="FILE", help="file for the rows, JSON lines")
+    add("-o", "--output", type=Path, metavar="FILE", help="file for the rows (JSON lines)")
     add_attention(parser, nargs="+", action="extend", default=[])
-    dtype = "of the model; tables stay float32"
+    dtype = "number format of the model; tables stay float32"
     add("--dtype", choices=tuple(DTYPES), default=Options.dtype, help=dtype)
     protocol = (
-        "default: equal_tokens, or with train_iters: 0 and no --lengths as KERPLE and MEP measure;"
-        " docs/evaluation.md explains each"
+        "default: equal_tokens, or as KERPLE and MEP measure, for train_iters: 0 without"
+        " --lengths; see docs/evaluation.md"
     )
     add("--protocol", nargs="+", default=(), choices=tuple(PROTOCOLS), help=protocol)
     for name, option in OPTIONS.items():
         kind = number(option.least, option.most)
         add(f"--{name}", type=kind, metavar="N", help=option.help)
-    keep = "losses of the first N targets in each row: which gain by context; default: none"
+    keep = "losses of the first N targets in each row: which gain from context; default: none"
     add("--keep-losses", type=number(0, MOST_KEPT), default=0, metavar="N", help=keep)
 
 
 def add_attention(parser: argparse.ArgumentParser, **how: Any) -> None:
-    """The settings of attention in VARIED. how: nargs, action and default of each option"""
-    window = "the key window: N, train_length or none"
-    sinks = "first tokens that stay visible beside --window (StreamingLLM): N or none"
-    clip = "tables by distance keep their value from D on: D or none"
-    method = f"for longer texts: none or {', '.join(METHODS)} (docs/longer_texts.md)"
+    """Add the attention settings in VARIED. how: nargs, action and default of each option"""
+    window = "the key window: N tokens, train_length or none"
+    sinks = "first tokens that stay visible with --window (StreamingLLM): N or none"
+    clip = "tables by distance are constant from distance D on: D or none"
+    method = f"method for longer texts: none or {', '.join(METHODS)} (docs/longer_texts.md)"
     tokens = number(1, MOST_TOKENS, or_one_of=("none",))
     add = partial(parser.add_argument, **how)
     window_or_word = number(1, MOST_TOKENS, or_one_of=("none", "train_length"))
@@ -129,7 +129,7 @@ class _Words(CommandParser):
 
 
 def words_of(options: Mapping[str, Any]) -> list[str]:
-    """The command line of options as YAML has them: {protocol: [tail, gap], window: 512}."""
+    """The command line for options in YAML: {protocol: [tail, gap], window: 512}."""
     words = []
     for key, value in options.items():
         values = value if isinstance(value, list) else [value]
@@ -138,7 +138,7 @@ def words_of(options: Mapping[str, Any]) -> list[str]:
 
 
 def options_of_words(words: Sequence[str]) -> Options:
-    """The options of a command line; raises UserError for those that evaluate.py would refuse."""
+    """The options of a command line; raises UserError for those that evaluate.py would reject."""
     parser = _Words(add_help=False)
     add_options(parser)
     return Options.of(parser.parse_args(words))
@@ -148,7 +148,7 @@ def options_of_words(words: Sequence[str]) -> Options:
 
 
 def number(least: int, most: int, or_one_of: Sequence[str] = ()) -> Callable[[str], Any]:
-    """A whole number within bounds, or one of some words; `none` becomes None."""
+    """A whole number within bounds, or one of the allowed words; `none` becomes None."""
 
     def parsed(text: str) -> Any:
         if text in or_one_of:
@@ -168,25 +168,25 @@ def number(least: int, most: int, or_one_of: Sequence[str] = ()) -> Callable[[st
 def switch(text: str) -> bool:
     """On or off."""
     if text not in ("on", "off"):
-        raise argparse.ArgumentTypeError(f"{text:.40}: give on or off")
+        raise argparse.ArgumentTypeError(f"{text:.40}: must be on or off")
     return text == "on"
 
 
 def method_or_none(text: str) -> str | None:
-    """A method for longer texts, or none. A file of factors is read, and its contents named."""
+    """A method for longer texts, or none. A file of factors is read and named by its contents."""
     options, _, file = text.partition(",factors=")
     if not file:
         return None if text == "none" else text
     try:
         content = strict_json.parse(read_small(Path(expanded(file)), LONGEST_FACTORS))
-        for key in ("rope_scaling", "rope_parameters"):  # where a config.json has them
+        for key in ("rope_scaling", "rope_parameters"):  # a config.json has them here
             content = content.get(key) or content
         factors = {key: content[key] for key in ("long_factor", "short_factor")}
     except (OSError, ValueError, AttributeError, LookupError, TypeError):
         raise argparse.ArgumentTypeError(
-            f"{text:.80}: give longrope,factor=N,factors=FILE; FILE is JSON with the lists"
-            " long_factor and short_factor, one number for each feature pair, such as config.json"
-            " of a model with them"
+            f"{text:.80}: write longrope,factor=N,factors=FILE; FILE is JSON with the lists"
+            " long_factor and short_factor, one number per feature pair, such as the config.json"
+            " of a LongRoPE model"
         ) from None
     name = fingerprint(json.dumps(factors))[:12]
     FACTORS[name] = factors

@@ -1,4 +1,4 @@
-"""Perplexity of a model on the windows of a protocol: the one loop that measures."""
+"""Perplexity of a model on the windows of a protocol: the only loop that measures."""
 
 import math
 import time
@@ -16,7 +16,7 @@ from megatron.protocols import BLOCK, Windows, windows_of
 from megatron.results.row import Facts
 from megatron.results.statistics import mean_of, perplexity_of
 
-DIGITS = 6  # of the losses of windows, blocks and positions
+DIGITS = 6  # decimals of the losses of windows, blocks and positions
 DIGITS_OF_SHARES = 4
 
 
@@ -25,23 +25,23 @@ class Refusal(UserError):
 
 
 def losses(model: Any, ids: Sequence[int], lengths: Sequence[int]) -> dict[int, np.ndarray]:
-    """Losses of the same targets at several lengths: each length -> [targets] float64, in nats.
+    """Losses of the same targets at several lengths: {length: [targets] float64, in nats}.
 
     model: from `open_model` or `from_config`; ids [tokens]: a text of the model's tokens
-    lengths: inputs of a window, each a divisor of the longest
+    lengths: tokens of a window; each must divide the longest
 
-    The text is cut into windows of each length, as by the protocol equal_tokens. Targets are the
-    tokens 1, 2, … of the text, as many as whole windows of the longest length hold.
-    Raises UserError for other lengths, a text that is too short or of other tokens, and what the
-    model refuses.
+    The text is cut into windows of each length, as in the protocol equal_tokens. Targets are the
+    tokens 1, 2, … of the text, up to the last whole window of the longest length. Raises UserError
+    for other lengths, for a text that is too short or has unknown tokens, and if the model cannot
+    compute a length.
     """
     longest = max(lengths, default=0)
     text = np.asarray(ids)
     divides = longest > 0 and all(length > 0 and longest % length == 0 for length in lengths)
     if not divides or len(text) <= longest or not {*text.tolist()} <= {*range(model.vocab)}:
         raise UserError(
-            f"lengths: {lengths}: give divisors of the longest, and as ids more tokens than that,"
-            f" of 0 to {model.vocab - 1}, as the model's tokenizer encodes a text"
+            f"lengths: {lengths}: each must divide the longest, and ids must have more tokens than"
+            f" that, from 0 to {model.vocab - 1}, as the model's tokenizer returns"
         )
     targets = (len(text) - 1) // longest * longest
     result = {}
@@ -60,11 +60,11 @@ def measured(
 ) -> Facts:
     """The numbers of one length, named as in megatron.results.row.
 
-    keep: losses of single targets in the result, the first so many; 0: none
+    keep: how many of the first targets have their losses in the result; 0: none
     how: as for `losses_of_targets`
 
-    A length that a model refuses with a UserError has that reason in place of a loss.
-    Raises UserError if a batch does not fit into the device's memory.
+    If a model cannot compute a length (a UserError), the result has the reason instead of a loss.
+    Raises UserError if a batch doesn't fit into the device's memory.
     """
     started = time.perf_counter()
     losses: list[np.ndarray] = []
@@ -89,18 +89,19 @@ def losses_of_targets(
     context: Context | None = None,
     advance: Callable[[int], object] = int,
 ) -> list[np.ndarray]:
-    """Losses of targets, and of answers which are right: [windows] of [1 or 2, count] float64.
+    """Losses of targets, and for answers whether they are right: [windows] of [1 or 2, count]
+    float64.
 
     model: model(ids [batch, length], labels [batch, length], counted=[batch, length] bool) ->
         losses [batch, length] of those targets; for answers of a task model(ids,
         counted=...) -> their logits [answers, vocab]
-    batch_tokens: tokens of a forward pass; one window at least
-    grid: the processes that share the windows. Each of them calls this and gets the same result.
-    context: the processes that share each window, where they divide its length; None: no window is
+    batch_tokens: tokens per forward pass; at least one window is used
+    grid: the processes that share the windows. Each one calls this and gets the same result.
+    context: the processes that share each window, if they divide its length; None: windows are not
         shared
     advance: called with the number of windows that are finished since the last call
 
-    Raises Refusal for what the model refuses, UserError if a batch does not fit into memory.
+    Raises Refusal if the model cannot compute this, UserError if a batch doesn't fit into memory.
     """
     grid = grid or Grid()
     device = next(model.parameters()).device
@@ -112,7 +113,7 @@ def losses_of_targets(
     if context is not None and windows.length % context.ranks == 0:
         place, places = grid.data_rank, grid.data_ranks
         part = context.part(windows.length)
-        try:  # else the last rank alone would find out
+        try:  # otherwise only the last rank would notice
             model.check_length(windows.length)
         except UserError as fault:
             raise Refusal(str(fault)) from None
@@ -131,7 +132,7 @@ def losses_of_targets(
             ids = torch.from_numpy(tokens).to(device)
             inputs, labels = ids[:, :-1].clone(), ids[:, 1:]
             if begin_of_text is not None:
-                # In the place of the first token, which is never a target: lengths stay.
+                # Replaces the first token, which is never a target, so lengths stay the same.
                 inputs[:, 0] = begin_of_text
             with torch.inference_mode():
                 counted = torch.zeros_like(labels, dtype=torch.bool)
@@ -151,15 +152,15 @@ def losses_of_targets(
             rows = values.float().cpu().numpy()  # [batch, 1, length]; 2 with what is right
             for number, row in zip(batch, rows, strict=True):
                 losses[number] = row[:, windows.scored[number]].astype(np.float64)
-            advance(len(batch) * places)  # the other processes are about as far as this one
+            advance(len(batch) * places)  # the other processes are about equally far
     except UserError as fault:
-        if context is not None:  # the others are inside an exchange
+        if context is not None:  # the others are waiting inside an exchange
             raise
         refusal = str(fault)
     except torch.OutOfMemoryError:
         raise UserError(
             f"eval_batch_tokens: {batch_size} x {windows.length} tokens do not fit into the"
-            " device's memory - make it smaller, or leave this length out with --lengths"
+            " device's memory - lower it, or skip this length with --lengths"
         ) from None
     finally:
         model.train(training)
@@ -179,7 +180,7 @@ def numbers_of(
 ) -> Facts:
     """The numbers of one length.
 
-    losses: what `losses_of_targets` returns; reason: why there is nothing, or None
+    losses: from `losses_of_targets`; reason: why there are none, or None
     """
     counts = windows.counts
     tokens = int(counts.sum())
@@ -199,7 +200,7 @@ def numbers_of(
     if reason is not None:
         return numbers
 
-    # Each window is summed by itself, so that neither its batch nor its process changes its sum.
+    # Each window is summed separately, so that its sum doesn't depend on its batch or process.
     edges = windows.facts.get("position_edges", [0, None])
     sums = np.array([np.add.reduceat(window[0], edges[:-1]) for window in losses])
     loss = float(sums.sum()) / tokens

@@ -1,6 +1,6 @@
-"""Layers beside plain attention: Gated DeltaNet, KDA, attention through a latent and with a gate.
+"""Layers other than plain attention: Gated DeltaNet, KDA, latent attention (MLA), gated attention.
 
-`layers` in a configuration asks for this package; megatron/model knows no name of it.
+The key `layers` of a configuration selects them; megatron/model never refers to this package.
 """
 
 from megatron.hybrids.gate import GatedAttention

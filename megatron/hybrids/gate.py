@@ -1,4 +1,4 @@
-"""Attention whose heads have a gate."""
+"""Attention with gated heads."""
 
 from typing import Any, ClassVar
 
@@ -13,10 +13,10 @@ from megatron.positions.registry import chosen
 
 @register_layer("gated_attention")
 class GatedAttention(SelfAttention):
-    """What a head reads is multiplied by sigmoid(x W) (arXiv 2505.06708).
+    """A head's output is multiplied by sigmoid(x W) (arXiv 2505.06708).
 
     attention_gate: one number for each `head`, or one for each `element` of it (Qwen3-Next). The
-    rows of W stand between q and k, as in the authors' code.
+        rows of W are between those of q and k, as in the authors' code.
     """
 
     options: ClassVar = {"attention_gate": str}
@@ -27,12 +27,12 @@ class GatedAttention(SelfAttention):
         return {"attention_gate": chosen("attention_gate", gate, ("head", "element"))}
 
     def widths_of_key_head(self, model: Architecture) -> list[int]:
-        queries, *others = super().widths_of_key_head(model)
+        queries, *key_widths = super().widths_of_key_head(model)
         gates = model.num_attention_heads // model.key_heads
         if self.sizes(model)["attention_gate"] == "element":
             gates *= self.features
-        return [queries, gates, *others]
+        return [queries, gates, *key_widths]
 
-    def output(self, out: Tensor, *others: Tensor) -> Tensor:
-        gate = others[0][:, -out.shape[1] :].reshape(*out.shape[:3], -1)
+    def output(self, out: Tensor, *gates: Tensor) -> Tensor:
+        gate = gates[0][:, -out.shape[1] :].reshape(*out.shape[:3], -1)
         return super().output(out * gate.sigmoid())

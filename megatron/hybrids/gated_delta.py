@@ -18,14 +18,15 @@ from megatron.positions.base import Pair, after_earlier
 from megatron.positions.layers import entry_of, features_of_head
 from megatron.positions.precision import at_least_float32, in_float32_on_cpu, without_autocast
 
-CONVOLVED = 4  # tokens that a convolution sees, the own one included
-PER_STATE = 6  # operations of a number of the state: a key's value, the update, the query's value
-CHUNK = 64  # tokens that are computed at once
-CHUNK_BY_FEATURE = 8  # the same where features have their own decays: less memory
+CONVOLVED = 4  # tokens that a convolution sees, including the current one
+PER_STATE = 6  # operations per number of the state: a key's value, the update, the query's value
+CHUNK = 64  # tokens per chunk
+CHUNK_BY_FEATURE = 8  # the same if features have their own decays, to save memory
 
 
 class CausalConvolution(nn.Conv1d):
-    """Each feature of the last CONVOLVED tokens by weights of its own, without a bias."""
+    """A causal convolution: each feature of the last CONVOLVED tokens has its own weights, no
+    bias."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels, channels, CONVOLVED, groups=channels, bias=False)
@@ -38,9 +39,9 @@ class CausalConvolution(nn.Conv1d):
         x = after_earlier(x, CONVOLVED - 1, memory, "convolved")
         out = super().forward(x)
         if inputs.documents is not None:
-            # The first tokens of a document once more, without those before it.
+            # Compute the first tokens of a document again, without the tokens before it.
             places = inputs.documents.places
-            row, token = (places < CONVOLVED - 1).nonzero(as_tuple=True)  # a GPU is waited for
+            row, token = (places < CONVOLVED - 1).nonzero(as_tuple=True)  # this waits for the GPU
             place = places[row, token]
             tap = torch.arange(CONVOLVED, device=x.device)
             read = x[row[:, None], :, token[:, None] + tap]  # [tokens, taps, channels]
@@ -54,15 +55,15 @@ class GatedDelta(Layer):
     """S_t = decay_t S_(t-1) (I - beta_t k_t k_tᵀ) + beta_t v_t k_tᵀ, read as S_t q_t.
 
     Gated DeltaNet (arXiv 2412.06464). For each head decay = exp(-A softplus(w·x + dt_bias)) and
-    beta = sigmoid(u·x), or twice that with allow_neg_eigval (arXiv 2411.12537). q, k and v pass a
-    causal convolution and silu, q and k get the norm 1, and what is read passes a norm and a gate,
-    as in transformers' Qwen3.5. First values of A, dt_bias and the convolution are those of
-    flash-linear-attention.
+    beta = sigmoid(u·x), or twice that with allow_neg_eigval (arXiv 2411.12537). q, k and v pass
+    through a causal convolution and silu, q and k are normalised to length 1, and the output passes
+    through a norm and a gate, as in transformers' Qwen3.5. Initial values of A, dt_bias and the
+    convolution are those of flash-linear-attention.
 
-    linear_num_key_heads, linear_key_head_dim: of queries and keys, unset as in attention;
-    linear_num_value_heads, linear_value_head_dim: of values, unset as of keys. Neighbouring heads
-    share a query and a key, if there are more of values.
-    linear_pos_emb: an encoding that turns queries and keys, as HyPE (arXiv 2601.22156)
+    linear_num_key_heads, linear_key_head_dim: of queries and keys; unset: as in attention;
+    linear_num_value_heads, linear_value_head_dim: of values; unset: as for keys. If there are more
+        value heads, neighbouring heads share a query and a key.
+    linear_pos_emb: an encoding that rotates queries and keys, as in HyPE (arXiv 2601.22156)
 
     The projection and the channels of the convolution are ordered [(q, k, v), heads, features],
     where groups of neighbouring heads share q and k, and beta_decay is [(beta, decay), heads].
@@ -85,8 +86,8 @@ class GatedDelta(Layer):
         heads = options["linear_num_value_heads"] or key_heads
         if heads % key_heads:
             raise UserError(
-                f"linear_num_value_heads: {heads} is no multiple of the {key_heads} heads of keys;"
-                " give a number that is, or linear_num_key_heads"
+                f"linear_num_value_heads: {heads} is not a multiple of the {key_heads} key heads;"
+                " change it or linear_num_key_heads"
             )
         key_dim = options["linear_key_head_dim"] or features_of_head(model)
         build_position(model, key_dim)
@@ -141,11 +142,11 @@ class GatedDelta(Layer):
             state = memory.get("state", torch.zeros_like(k[:, :, :1].mT @ v[:, :, :1]))
             values, keys = v.shape[3], k.shape[3]
             if context is not None:
-                # Further columns, which show what becomes of any state before this part.
+                # Extra columns that track the effect on any state before this part.
                 v = F.pad(v, (0, keys))
                 state = F.pad(torch.eye(keys, dtype=k.dtype, device=k.device), (values, 0))
             numbers = None
-            if documents is not None:  # of the token before the new ones and of these
+            if documents is not None:  # of the last token before the new ones, and of the new ones
                 new = documents.new
                 numbers = F.pad(documents.numbers, (1, 0))[:, new.start : new.stop + 1]
             out, state = gated_delta_rule(q, k, v, beta, log_decay, state, numbers)
@@ -157,7 +158,7 @@ class GatedDelta(Layer):
         return self.dense(out * self.activation(self.gate(x)))
 
     def beta_and_step(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Before the sigmoid and the softplus, float32.
+        """The values before sigmoid and softplus, in float32.
 
         x [batch, length, hidden] -> [batch, heads, length, 1],
         [batch, heads, length, 1 or features of k]
@@ -169,10 +170,10 @@ class GatedDelta(Layer):
 
 @register_layer("kda")
 class KimiDelta(GatedDelta):
-    """Gated DeltaNet whose features of k have decays of their own: S_(t-1) Diag(decay_t).
+    """Gated DeltaNet with a separate decay for each feature of k: S_(t-1) Diag(decay_t).
 
-    Kimi Delta Attention (arXiv 2510.26692). Decays and gate are products of two matrices with the
-    width of a head between them, and the gate is a sigmoid, as in transformers' Kimi Linear.
+    Kimi Delta Attention (arXiv 2510.26692). Decays and gate use products of two matrices with an
+    inner width of head_dim, and the gate is a sigmoid, as in transformers' Kimi Linear.
     """
 
     activation = staticmethod(torch.sigmoid)
@@ -219,22 +220,23 @@ def gated_delta_rule(
     """What each token reads, S_t q_t / sqrt(features), and the state Sᵀ after the last one.
 
     q, k, v [batch, heads, length, features], beta [batch, heads, length, 1], log_decay as beta or
-    as k, state [batch, heads, features of k, features of v] -> as v, as state
-    numbers [batch, 1 + length]: of the documents of the token before and of these. The state is 0
-    where a document begins.
+    as k, state [batch, heads, features of k, features of v] -> as v, as state numbers [batch, 1 +
+    length]: document numbers of the previous token and of these tokens. The state is 0 at the start
+    of a document.
 
-    A chunk is solved at once: token i adds k_i u_iᵀ to Sᵀ, and (I + A) u = b is triangular. Parts
-    of several documents in a chunk are blocks of A.
+    A chunk is solved at once: token i adds k_i u_iᵀ to Sᵀ, and (I + A) u = b is triangular. If a
+    chunk has parts of several documents, they are blocks of A.
     """
     features = k.shape[3]
-    # The root mean square becomes 1 / features: the norm 1, and for q the 1 / sqrt(features).
+    # A root mean square of 1 / features gives length 1 / sqrt(features), which q needs.
     q = F.rms_norm(q, [features], eps=1e-6 / features) / features
     k = F.rms_norm(k, [features], eps=1e-6 / features) / math.sqrt(features)
     outputs = []
     length = CHUNK if log_decay.shape[3] == 1 else CHUNK_BY_FEATURE
     chunks = [part.split(length, dim=2) for part in (q, k, v, beta, log_decay)]
     for chunk, (q, k, v, beta, log_decay) in enumerate(zip(*chunks, strict=True)):
-        # Whether token i reads the state, and then each token j: [i, 1 + j] or with a batch.
+        # Whether token i reads the state (first column) and each token j: [i, 1 + j] or with a
+        # batch.
         count = k.shape[2]
         visible = k.new_ones(count, 1 + count).tril(1)
         if numbers is not None:
@@ -242,10 +244,10 @@ def gated_delta_rule(
             visible = visible * (number[..., 1:, None] == number[..., None, :])
         state_visible, visible = visible[..., :1], visible[..., 1:]
 
-        # Sums since chunk or document began; cumsum is not deterministic on CUDA.
+        # Sums since the start of the chunk or document; cumsum is not deterministic on CUDA.
         total = visible @ log_decay
         decay = total.exp() * state_visible
-        # Of key j until query i, and 0 where it is hidden: [batch, heads, i, j, 1 or features].
+        # The decay from key j to query i, 0 if hidden: [batch, heads, i, j, 1 or features].
         log_decay_between = total[:, :, :, None] - total[:, :, None]
         decay_between = (log_decay_between + visible.log()[..., None]).exp()
         a = beta * products(k, decay_between, k)
@@ -257,7 +259,7 @@ def gated_delta_rule(
 
 
 def products(q: Tensor, decay_between: Tensor, k: Tensor) -> Tensor:
-    """Of each query i with each key j, of which `decay_between` is left.
+    """The product of each query i with each key j, which has decayed by `decay_between`.
 
     q, k [batch, heads, length, features], decay_between [batch, heads, i, j, 1 or features]
     -> [batch, heads, i, j]
@@ -273,16 +275,16 @@ def tokens_before(x: Tensor, context: Any) -> Tensor:
     [batch, channels, own tokens] -> [batch, channels, CONVOLVED - 1]
     """
     count = CONVOLVED - 1
-    last = x[:, :, -count:]  # fewer where parts are shorter
-    # Rank 0 takes a slice of no tokens: every rank takes part in the backward pass.
+    last = x[:, :, -count:]  # fewer if parts are shorter
+    # Rank 0 takes an empty slice, because every rank must take part in the backward pass.
     before = context.gather(last)[:, :, : context.rank * last.shape[2]]
     return F.pad(before, (count, 0))[:, :, -count:]
 
 
 def state_before(last: Tensor, context: Any) -> Tensor:
-    """The state Sᵀ before the own tokens: a part of the text makes a Sᵀ + b of it.
+    """The state Sᵀ before this rank's tokens: each part of the text turns it into a Sᵀ + b.
 
-    last [batch, heads, features of k, features of v and of k]: b and a of the own part
+    last [batch, heads, features of k, features of v and of k]: b and a of this rank's part
     -> [batch, heads, features of k, features of v]
     """
     keys = last.shape[2]
@@ -291,12 +293,12 @@ def state_before(last: Tensor, context: Any) -> Tensor:
     for part in parts[: context.rank]:
         b, a = part[..., :-keys], part[..., -keys:]
         state = a @ state + b
-    # Every rank takes part in the backward pass.
+    # Every rank must take part in the backward pass.
     return state + 0 * parts[-1][..., :-keys]
 
 
 def build_position(model: Any, head_dim: int) -> Position | None:
-    """The encoding of linear_pos_emb; UserError for one that a state cannot have."""
+    """The encoding of linear_pos_emb; UserError if it doesn't work with a state."""
     if model.layer_args.get("linear_pos_emb") is None:
         return None
     entry = entry_of("linear_pos_emb", model.layer_args["linear_pos_emb"])
@@ -308,15 +310,15 @@ def build_position(model: Any, head_dim: int) -> Position | None:
         raise UserError(f"linear_pos_emb: {fault}") from None
     if not position.only_rotates:
         raise UserError(
-            f"linear_pos_emb: {entry.name} does not only turn queries and keys by their positions,"
-            " which alone a state can have; take rotary, or a change of its frequencies such as"
-            " p_rope or yarn"
+            f"linear_pos_emb: {entry.name} does more than rotate queries and keys by position,"
+            " which a state cannot represent; use rotary, or a variant with other frequencies such"
+            " as p_rope or yarn"
         )
     return position
 
 
 def turned(position: Position, q: Tensor, k: Tensor, inputs: LayerInputs) -> Pair:
-    """q, k [batch, heads, length, features] turned by their places -> same."""
+    """Rotate q, k [batch, heads, length, features] by their positions -> same."""
     earlier = 0 if inputs.cache is None else inputs.start
     length = max(inputs.length, inputs.start + q.shape[2])
     prepare([position], length, earlier)

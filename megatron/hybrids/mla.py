@@ -1,4 +1,4 @@
-"""Attention through a latent (MLA)."""
+"""Multi-head latent attention (MLA)."""
 
 import math
 from collections import OrderedDict
@@ -22,17 +22,17 @@ from megatron.positions import Position
 from megatron.positions.base import refuse
 from megatron.positions.layers import features_of_head
 
-EPSILON = 1e-6  # of the norms of latents, in DeepSeek's code and in Kimi's
+EPSILON = 1e-6  # epsilon of the latents' norms, as in DeepSeek's and Kimi's code
 
 
 @register_layer("mla")
 class LatentAttention(Attention):
-    """Causal self-attention that keeps of each token a latent and one key for all heads.
+    """Causal self-attention that stores only a latent and one shared key per token.
 
-    DeepSeek-V2 (arXiv 2405.04434): keys and values of all heads come from a latent of kv_lora_rank
-    features. Beside qk_nope_head_dim features of its own, a head's query has qk_rope_head_dim that
-    the encoding acts on, and the key of these is shared. With q_lora_rank queries come from a
-    latent too. Rows are ordered as in transformers' DeepSeek-V3.
+    DeepSeek-V2 (arXiv 2405.04434): keys and values of all heads are computed from a latent of
+    kv_lora_rank features. A head's query has qk_nope_head_dim features without positions, and
+    qk_rope_head_dim features for the encoding, whose key all heads share. With q_lora_rank, queries
+    come from a latent too. Rows are ordered as in transformers' DeepSeek-V3.
     """
 
     options: ClassVar = dict.fromkeys(
@@ -51,7 +51,7 @@ class LatentAttention(Attention):
         for key, is_set in unread.items():
             if is_set and {*model.layers}.isdisjoint({"attention", "gated_attention"}):
                 raise UserError(
-                    f"{key}: mla does not read it; drop this, or take attention in layers"
+                    f"{key}: has no effect on mla layers; remove it, or use attention in layers"
                 )
         encoded = cls.encoded_features(model)
         plain = options["qk_nope_head_dim"] or features_of_head(model)
@@ -76,12 +76,12 @@ class LatentAttention(Attention):
             position,
             {
                 "block_scores needs the keys of each head": position.has("block_scores"),
-                "it changes the keys of each head in its own way, and all heads share the one that"
-                " it is given": changes_keys and not position.grouped_queries,
+                "it changes the keys of each head in a different way, but all heads share one"
+                " key": changes_keys and not position.grouped_queries,
                 "it makes queries and keys wider": position.score_width != 1,
-                "neighbouring heads have one query": position.heads_per_query != 1,
+                "neighbouring heads share a query": position.heads_per_query != 1,
             },
-            "layers: mla cannot have {}, because {}; take attention, or another encoding",
+            "layers: mla does not work with {}, because {}; use attention, or another encoding",
         )
 
     def __init__(self, model: Architecture) -> None:
@@ -113,7 +113,7 @@ class LatentAttention(Attention):
         """x [batch, length, hidden] -> [batch, length - first_query, hidden]."""
         if inputs.method is not None:
             raise UserError(
-                "method: mla layers have none; leave it out, or take attention in layers"
+                "method: does not work with mla layers; remove it, or use attention in layers"
             )
         q = self.query(x).unflatten(2, (self.heads, -1)).transpose(1, 2)
         if self.stretch != 1:
@@ -142,9 +142,10 @@ class LatentAttention(Attention):
         return self.dense(out.transpose(1, 2).flatten(2))
 
     def absorbs(self, x: Tensor, inputs: AttentionInputs) -> bool:
-        """Whether queries read latents themselves, with fewer operations than keys and values.
+        """Whether queries read the latents directly, with fewer operations than for keys and
+        values.
 
-        After a cached text, few queries do.
+        This is so for few queries after a cached text.
         """
         rank, plain = self.widths_of_latent[0], self.widths_of_query[0]
         both = plain + self.value_features
@@ -152,7 +153,7 @@ class LatentAttention(Attention):
         return inputs.start > 0 and inputs.cache is not None and operations < 0
 
     def latents(self, key: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """Latents and the shared key themselves as keys, and as values, of every head.
+        """The latents and the shared key, used directly as keys and values of every head.
 
         [batch, 1, keys, features] each -> [batch, heads, keys, features of both] twice
         """
@@ -160,7 +161,7 @@ class LatentAttention(Attention):
         return both, both
 
     def keys_values(self, key: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of every head from the shared key and the latent.
+        """The keys and values of every head, from the shared key and the latent.
 
         [batch, 1, keys, features] each -> [batch, heads, keys, features] each
         """

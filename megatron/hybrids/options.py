@@ -1,4 +1,4 @@
-"""Options of layers, checked."""
+"""Checked options of layers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ WORDS = {int: f"a whole number from 1 to {WIDEST}", bool: "true or false", str: 
 
 
 def chosen_options(model: Any, options: Mapping[str, type]) -> dict[str, Any]:
-    """Those of `layer_args`, None where they are not set; UserError for another type."""
+    """The options in `layer_args`, None if unset; UserError for a wrong type."""
     values = {name: model.layer_args.get(name) for name in options}
     for name, value in values.items():
         kind = options[name]

@@ -1,4 +1,4 @@
-"""Context parallelism: one text over several processes, each of which has a part of its tokens."""
+"""Context parallelism: several processes share a text, and each has a part of its tokens."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +16,7 @@ from megatron.parallel.grid import Grid
 
 
 class Context:
-    """The processes that share a text, and how their attention meets.
+    """The processes that share a text, and how they exchange attention.
 
     Rank c of N has the tokens c·length/N … (c + 1)·length/N - 1. With `a2a` (DeepSpeed-Ulysses,
     arXiv 2309.14509) each rank attends to the whole text with its share of the heads. With
@@ -36,7 +36,7 @@ class Context:
             self.by_heads = DistributedAttention(*inputs, scatter_idx=2, gather_idx=1)
 
     def part(self, length: int) -> slice:
-        """This rank's places of `length` tokens, or heads, which the ranks divide."""
+        """This rank's slice of `length` tokens or heads, which the ranks divide."""
         assert length % self.ranks == 0
         size = length // self.ranks
         return slice(self.rank * size, (self.rank + 1) * size)
@@ -44,10 +44,10 @@ class Context:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, terms: Terms, backend: str, *, self_check: bool
     ) -> Tensor:
-        """megatron.attention.attend of the whole text, for the queries of this rank.
+        """megatron.attention.attend over the whole text, for the queries of this rank.
 
-        q, k, v [batch, heads, own tokens, features]; terms: those of the whole text, but for the
-        content, which has the own tokens, with w a sum over the tokens up to each key
+        q, k, v [batch, heads, own tokens, features]; terms: for the whole text, except the content,
+        which has this rank's tokens, with w a sum over the tokens up to each key
         (`Position.in_parts`)
 
         Returns [batch, heads, own tokens, features].
@@ -67,9 +67,9 @@ class Context:
             if u is not None and self.by_heads is not None:
                 u = self.gather(u)[:, own_heads]
             content = Content.of((u, w), length if self.by_heads is not None else q.shape[2])
-        of_own_heads = None
+        head_bias = None
         if index_bias is not None:
-            of_own_heads = lambda queries, keys: index_bias(queries, keys)[own_heads]  # noqa: E731
+            head_bias = lambda queries, keys: index_bias(queries, keys)[own_heads]  # noqa: E731
         bias, weight, sink = (
             None if x is None else x[own_heads] for x in (terms.bias, terms.weight, terms.sink)
         )
@@ -79,7 +79,7 @@ class Context:
             weight=weight,
             sink=sink,
             segments=None if terms.segments is None else terms.segments[:, visible],
-            index_bias=of_own_heads,
+            index_bias=head_bias,
             content=content,
         )
         if self.by_heads is None:
@@ -95,14 +95,14 @@ class Context:
 
 
 def attention_of_length_first(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """attend to [batch, length, heads, features], as DeepSpeed's layer has them."""
+    """attend for [batch, length, heads, features], as in DeepSpeed's layer."""
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
     return attend(q, k, v, **options).transpose(1, 2)
 
 
 class Gather(torch.autograd.Function):
-    """Parts of all ranks, joined along dimension 2. The gradient of a part is the sum over ranks,
-    because the loss is, up to a factor, the sum of the ranks' losses.
+    """Join the parts of all ranks along dimension 2. The gradient of a part is the sum over ranks,
+    because the loss is (up to a factor) the sum of the ranks' losses.
     """
 
     @staticmethod
@@ -123,9 +123,9 @@ class Gather(torch.autograd.Function):
 
 
 def context_of(grid: Grid, comm_type: str) -> Context | None:
-    """The context of this process, or None where each has texts of its own.
+    """The context of this process, or None if each process has its own texts.
 
-    Every rank calls this: a group of processes is made by all of them.
+    Every rank calls this, because a process group is created by all of them.
     """
     size = grid.context_ranks
     if size == 1:

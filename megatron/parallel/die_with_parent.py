@@ -1,8 +1,8 @@
-"""Processes that end when their parent ends, however it ends: no orphan keeps training.
+"""Processes that end when their parent ends, however it ends, so no orphan keeps training.
 
-Run as a file it asks the kernel for that and becomes another command. So it needs nothing but the
-standard library, and a command need not know of it. Only Linux can do this; elsewhere commands
-start without it.
+Run as a script, this file asks the kernel to do that and then becomes another command. So it needs
+only the standard library, and the command needn't know about it. Only Linux can do this; elsewhere
+commands start without it.
 """
 
 import ctypes
@@ -15,9 +15,9 @@ PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that this process gets when its 
 
 
 def die_with_parent(command: Sequence[str]) -> list[str]:
-    """The command, for a child of this process: it is killed when the thread that starts it ends.
+    """The command for a child process that is killed when the thread that started it ends.
 
-    Linux counts the thread as the parent, so that thread must wait for the child.
+    For Linux the thread is the parent, so that thread must wait for the child.
     """
     if sys.platform != "linux":
         return list(command)
@@ -25,11 +25,11 @@ def die_with_parent(command: Sequence[str]) -> list[str]:
 
 
 def end_with(parent: int) -> None:
-    """Have this process killed when its parent ends, at once if it has ended already."""
+    """Have this process killed when its parent ends, or now if it has already ended."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the kernel knew of the wish
+    if os.getppid() != parent:  # it ended before the kernel got the request
         os.kill(os.getpid(), signal.SIGKILL)
 
 

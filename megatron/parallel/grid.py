@@ -1,4 +1,5 @@
-"""The processes of a run: how many, which one this is, its device. One alone needs no network."""
+"""The processes of a run: their number, this one's rank, its device. A single one needs no
+network."""
 
 import os
 import socket
@@ -17,20 +18,21 @@ from megatron.errors import UserError, cannot_write, in_words
 
 CPU = torch.device("cpu")
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""What deepy.py, torchrun and DeepSpeed say to each process, beside MASTER_ADDR and MASTER_PORT."""
+"""Variables that deepy.py, torchrun and DeepSpeed set, in addition to MASTER_ADDR and
+MASTER_PORT."""
 SCHEDULERS = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
     tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
 )
-"""The same of srun and of Open MPI. A batch script without srun has no SLURM_STEP_NUM_TASKS."""
+"""The same for srun and Open MPI. A batch script without srun has no SLURM_STEP_NUM_TASKS."""
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
-"""How gloo says that another rank has ended or no longer answers."""
-HEAD_START = 10.0  # seconds in which that rank prints its message, and a launcher ends this one
+"""Gloo's messages if another rank has ended or no longer answers."""
+HEAD_START = 10.0  # seconds for that rank to print its message, and for a launcher to end this one
 
 
 @dataclass(frozen=True)
 class Grid:
-    """This process's rank, the number of ranks, and its device. `Grid()` is a process alone.
+    """This process's rank, the number of ranks, and its device. `Grid()` is a single process.
 
     context_ranks: how many neighbouring ranks share each text (`context_parallel_size`)
     """
@@ -47,29 +49,28 @@ class Grid:
 
     @property
     def data_rank(self) -> int:
-        """Which texts this process has: ranks that share texts have one number."""
+        """Which texts this process gets: ranks that share texts have the same number."""
         return self.rank // self.context_ranks
 
     @property
     def data_ranks(self) -> int:
-        """How many texts are at work at a time."""
+        """How many texts are processed at a time."""
         return self.ranks // self.context_ranks
 
     def sharing(self, context_ranks: int) -> "Grid":
-        """The same process where so many neighbours share each text.
+        """The same process when this many neighbours share each text.
 
-        Raises UserError if they do not divide the ranks.
+        Raises UserError if the number doesn't divide the number of ranks.
         """
         if self.ranks % context_ranks:
             raise UserError(
-                f"context_parallel_size: {context_ranks} ranks that share need a multiple of"
-                f" {context_ranks} ranks, and this run has {self.ranks} - start more with deepy.py"
-                " and num_gpus, or set it to 1"
+                f"context_parallel_size: needs a multiple of {context_ranks} ranks, but this run"
+                f" has {self.ranks} - start more with deepy.py and num_gpus, or set it to 1"
             )
         return replace(self, context_ranks=context_ranks)
 
     def mean(self, value: Tensor) -> Tensor:
-        """The mean of a tensor over all ranks; any shape, kept."""
+        """The mean of a tensor over all ranks: any shape -> same."""
         if self.ranks == 1:
             return value
         total = value.clone()
@@ -77,7 +78,7 @@ class Grid:
         return total / self.ranks
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, ordered by rank, on every rank; plain data only."""
+        """The values of all ranks in order, on every rank; plain data only."""
         values = [value] * self.ranks
         if self.ranks > 1:
             torch.distributed.all_gather_object(values, value)
@@ -85,21 +86,21 @@ class Grid:
 
 
 def here() -> Grid:
-    """The processes that a launcher or a scheduler started, or this one alone without a network."""
+    """The processes that a launcher or scheduler started, or only this one, without a network."""
     learn_place()
     return connect() if process_count() > 1 else Grid(device=device_alone())
 
 
 def device_alone() -> torch.device:
-    """The device of a process that needs no other one."""
+    """The device of a process that runs alone."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def set_matmul_precision(precision: str, dtype: str, device: torch.device) -> None:
-    """Apply the key float32_matmul_precision to a model of a dtype, on a GPU.
+    """Apply the key float32_matmul_precision to a model of a dtype on a GPU.
 
-    Encodings compute tables in float32 in every dtype: those of a bf16 or fp16 model stay exact. So
-    does the CPU, where torch's `medium` would be bf16.
+    Encodings compute tables in float32 for every dtype, and those of a bf16 or fp16 model must stay
+    exact. The CPU stays exact too, because torch's `medium` would mean bf16 there.
     """
     if dtype != "fp32" or device.type != "cuda":
         precision = "highest"
@@ -107,10 +108,11 @@ def set_matmul_precision(precision: str, dtype: str, device: torch.device) -> No
 
 
 def connect(backend: str | None = None) -> Grid:
-    """Join the processes that a launcher (deepy.py, torchrun) or scheduler started; one runs alone.
+    """Join the processes that a launcher (deepy.py, torchrun) or scheduler started; a single one
+    runs alone.
 
-    backend: nccl or gloo; None takes nccl on CUDA and gloo on the CPU
-    Raises UserError if the environment is wrong or the others do not come.
+    backend: nccl or gloo; None means nccl on CUDA and gloo on a CPU
+    Raises UserError if the environment is wrong or the other processes don't appear.
     """
     cuda = torch.cuda.is_available()
     if not cuda:
@@ -126,7 +128,7 @@ def connect(backend: str | None = None) -> Grid:
     if torch.distributed.is_initialized():
         return grid
 
-    import deepspeed  # only now: it reads DS_ACCELERATOR when it is imported
+    import deepspeed  # only now, because it reads DS_ACCELERATOR when it is imported
 
     if not cuda:
         use_gloo_alone()
@@ -144,9 +146,9 @@ def connect(backend: str | None = None) -> Grid:
         )
     except (RuntimeError, ValueError) as fault:
         raise UserError(
-            f"ranks: rank {rank} of {ranks} cannot join the others ({in_words(fault)}) - see"
-            " whether another has ended; without deepy.py or torchrun, export MASTER_ADDR (the"
-            " first machine) and MASTER_PORT (a free port), and if machines have several networks,"
+            f"ranks: rank {rank} of {ranks} cannot join the others ({in_words(fault)}) - check"
+            " whether another one has ended; without deepy.py or torchrun, export MASTER_ADDR (the"
+            " first machine) and MASTER_PORT (a free port) and, if machines have several networks,"
             " GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
         ) from fault
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
@@ -154,23 +156,24 @@ def connect(backend: str | None = None) -> Grid:
 
 
 def use_gloo_alone() -> None:
-    """Give DeepSpeed an accelerator for the CPU that builds no operation of its own.
+    """Give DeepSpeed a CPU accelerator that doesn't compile any operation.
 
-    It would compile one for shared memory at a first run, which needs g++ and ninja and takes half
-    a minute; after a killed build, every later run waits for its lock for ever. gloo does the same.
+    Otherwise its first run compiles one for shared memory, which needs g++ and ninja and takes half
+    a minute; after a killed build, every later run waits for its lock forever. gloo does the same
+    work.
     """
     from deepspeed.accelerator import set_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     class WithoutOperations(CPU_Accelerator):
         def create_op_builder(self, op_name: str) -> None:
-            """Nothing builds the operation of this name."""
+            """There is no builder for the operation with this name."""
 
     set_accelerator(WithoutOperations())
 
 
 def learn_place() -> None:
-    """Let PLACE be what srun or mpirun says, where no other launcher has said it."""
+    """Set PLACE from srun's or mpirun's variables, unless another launcher has set it."""
     if "RANK" in os.environ:
         return
     for names in SCHEDULERS:
@@ -181,12 +184,13 @@ def learn_place() -> None:
 
 
 def process_count() -> int:
-    """Processes of this run; a WORLD_SIZE without a rank is for processes that this one starts."""
+    """The number of processes; a WORLD_SIZE without a rank is for processes that this one will
+    start."""
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
 def free_port() -> int:
-    """A TCP port that nothing uses at this moment."""
+    """A TCP port that is free at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -194,10 +198,11 @@ def free_port() -> int:
 
 @contextmanager
 def left_at_the_end() -> Iterator[None]:
-    """Leave the group of processes that was joined inside this block; one joined before stays.
+    """Leave a process group that was joined inside this block; one that was joined before stays.
 
     Otherwise gloo's threads may still hold tensors when the interpreter ends, and abort it with
-    status -6 (pytorch#179291). After a fault nccl's group stays: leaving would wait for the others.
+    status -6 (pytorch#179291). After a fault nccl's group is kept, because leaving would wait for
+    the others.
     """
     joined_before = torch.distributed.is_initialized()
     completed = False
@@ -210,8 +215,8 @@ def left_at_the_end() -> Iterator[None]:
             raise
         time.sleep(HEAD_START)
         raise UserError(
-            "ranks: another process of this run has ended or does not answer, see its message or"
-            " its launcher's - the checkpoints are whole; start again"
+            "ranks: another process of this run has ended or does not answer; see its message or"
+            " its launcher's - the checkpoints are complete, so start the run again"
         ) from fault
     finally:
         joined_inside = torch.distributed.is_initialized() and not joined_before
@@ -226,10 +231,10 @@ def left_at_the_end() -> Iterator[None]:
 
 @contextmanager
 def shared_faults(grid: Grid) -> Iterator[None]:
-    """A block of which a fault on any rank is raised on all; every rank calls this.
+    """A block in which a fault on any rank is raised on all ranks; every rank calls this.
 
-    The others would wait for it for ever. Raises UserError with the message of the first rank that
-    has one. An OSError becomes one too.
+    Otherwise the others would wait forever. Raises UserError with the message of the first rank
+    that has one. An OSError becomes a UserError too.
     """
     message = None
     try:
@@ -245,9 +250,9 @@ def shared_faults(grid: Grid) -> Iterator[None]:
 
 @contextmanager
 def owned_by_first(grid: Grid, *places: AbstractContextManager[None]) -> Iterator[None]:
-    """The first rank owns some places until the block ends; every rank calls this.
+    """The first rank owns some files and folders until the block ends; every rank calls this.
 
-    places: of `owned_folder` and `owned_file`
+    places: from `owned_folder` and `owned_file`
     Raises UserError on every rank if the first cannot own one.
     """
     with ExitStack() as stack:

@@ -1,7 +1,7 @@
-"""One process for each device of this machine: signals reach all, the end of one ends the others.
+"""One process per device of this machine; signals reach all, and if one ends, the others end.
 
-Not torchrun and not DeepSpeed's launcher: they kill processes 30 seconds after a signal, while a
-checkpoint is being written, and exit with 1.
+We use neither torchrun nor DeepSpeed's launcher, because they kill processes 30 seconds after a
+signal, perhaps while a checkpoint is being written, and exit with 1.
 """
 
 import signal
@@ -14,14 +14,14 @@ from megatron.cli_errors import print_line
 from megatron.parallel.die_with_parent import die_with_parent
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-ONE_SIGNAL = 1.0  # seconds in which a terminal and a shell may both deliver one ctrl-C
+ONE_SIGNAL = 1.0  # within this time (s) a terminal and a shell may both deliver the same ctrl-C
 PATIENCE = 5.0  # seconds from a second ctrl-C to the end
-AFTER_A_FAULT = 2.0  # seconds in which the others may print their own faults
-PAUSE = 0.05  # seconds between two looks at the processes
+AFTER_A_FAULT = 2.0  # seconds for the others to print their own faults
+PAUSE = 0.05  # seconds between two checks of the processes
 
 
 def environments(environment: Mapping[str, str], count: int, port: int) -> list[dict[str, str]]:
-    """The environment of each process, by which torch.distributed finds the others."""
+    """The environment of each process, with which torch.distributed finds the others."""
     shared = {
         **environment,
         "MASTER_ADDR": "127.0.0.1",
@@ -36,8 +36,9 @@ def environments(environment: Mapping[str, str], count: int, port: int) -> list[
 def run(command: Sequence[str], ranks: Sequence[Mapping[str, str]]) -> int:
     """Start the command in each environment, and wait: 0, or the status of the first that failed.
 
-    128 + N after signal N, which all get, or if one was killed by it. Processes have groups of
-    their own, so a terminal's ctrl-C reaches them from here alone, and are killed with this one.
+    The status is 128 + N after signal N, which is sent to all, or if one was killed by it.
+    Processes have their own groups, so a terminal's ctrl-C only reaches them from here; they are
+    killed if this process dies.
     """
     processes = [
         subprocess.Popen(
@@ -52,7 +53,7 @@ def run(command: Sequence[str], ranks: Sequence[Mapping[str, str]]) -> int:
         moment = time.monotonic()
         if not received:
             received, received_at = number, moment
-            # A process that is still importing ends at SIGTERM without a word, at ctrl-C with many.
+            # A process that is still importing ends silently at SIGTERM, but noisily at ctrl-C.
             number = signal.SIGTERM if number == signal.SIGINT else number
         elif number == signal.SIGINT and moment - received_at > ONE_SIGNAL:
             deadline = moment + PATIENCE
@@ -83,6 +84,8 @@ def run(command: Sequence[str], ranks: Sequence[Mapping[str, str]]) -> int:
         return 128 + received if received and any(statuses) else max(statuses)
     rank, status = fault
     if status < 0:
-        print_line(f"rank {rank}: killed by {signal.Signals(-status).name}; the others were ended")
+        print_line(
+            f"rank {rank}: killed by {signal.Signals(-status).name}; the others were stopped"
+        )
         return 128 - status
     return status  # it has printed its own fault

@@ -1,7 +1,7 @@
-"""How threads compute on the CPU, and how many: chosen from cores, processes and model size.
+"""How many CPU threads to use (from cores, processes and model size), and how they compute.
 
-Threads that wait sleep (`OMP_WAIT_POLICY`, set in megatron/__init__.py), so a busy machine stays
-fast. A number of threads that the user gives is kept.
+Waiting threads sleep (`OMP_WAIT_POLICY`, set in megatron/__init__.py), so a busy machine stays
+fast. A number of threads that the user sets is kept.
 """
 
 import logging
@@ -15,32 +15,32 @@ from torch import nn
 logger = logging.getLogger(__name__)
 
 PARAMETERS_PER_THREAD = 400_000
-"""For smaller models another thread waits longer than it computes.
+"""In smaller models a second thread waits longer than it computes.
 
 With 0.9 million parameters a second thread on an idle core makes steps 1.4 times as fast.
 """
 BY_USER = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}
-"""Variables by which users set torch's threads."""
+"""Variables with which users set torch's threads."""
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Numbers that the model computes with."""
+    """The number of parameters that the model computes with."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def use_threads(parameters: int, device: torch.device, *, before: int | None = None) -> None:
     """Set the number of torch's threads for a model of this size, and log it with its reason.
 
-    before: the threads of the run that is continued. The order in which threads add up numbers
-    changes their last digits, so a resumed run keeps its number if the cores allow it.
-    On a GPU nothing changes. The user's number is kept.
+    before: the threads of the run that is continued. The number of threads changes the order of
+    sums and so their last digits, so a resumed run keeps its number if there are enough cores. On a
+    GPU nothing changes. The user's number is kept.
     """
     if device.type != "cpu":
         return
     if BY_USER & os.environ.keys():
         threads = torch.get_num_threads()
         if before not in (None, threads):
-            logger.warning(f"{threads} thread(s), was {before}: last digits will differ")
+            logger.warning(f"{threads} thread(s) instead of {before}: last digits will differ")
         return
     cores, processes = available_cores(), local_processes()
     threads = max(1, min(cores // processes, parameters // PARAMETERS_PER_THREAD))
@@ -52,30 +52,30 @@ def use_threads(parameters: int, device: torch.device, *, before: int | None = N
 
 
 def flush_denormals() -> None:
-    """Let the CPU take numbers below 1e-38 for 0.
+    """Let the CPU treat numbers below 1e-38 as 0.
 
-    Probabilities have such numbers where a bias falls steeply, and on Intel's CPUs each costs more
-    than a hundred cycles: a step of FoX took twice as long. Threads take the mode over from the one
-    that starts them, so it is set before the first computation.
+    Probabilities get this small if a bias falls steeply, and on Intel's CPUs each one costs more
+    than a hundred cycles: a step of FoX took twice as long. Threads inherit the mode from the one
+    that starts them, so we set it before the first computation.
     """
     for dtype in (np.float32, np.float64):
-        np.finfo(dtype)  # NumPy before 2.4 would warn if it looked for the smallest number later
+        np.finfo(dtype)  # NumPy before 2.4 warns if it computes the smallest number later
     torch.set_flush_denormal(True)
 
 
 def available_cores() -> int:
-    """Cores that this process may use: its affinity, or less if a container has a quota."""
+    """Cores that this process may use: its affinity, or fewer if a container has a quota."""
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         cores = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):  # no such file, or the quota is `max`
+    except (OSError, ValueError):  # there is no such file, or the quota is `max`
         return cores
 
 
 def local_processes() -> int:
-    """Processes of this run on this machine, as launchers say; DeepSpeed's says LOCAL_SIZE."""
+    """Processes of this run on this machine, from the launcher; DeepSpeed's sets LOCAL_SIZE."""
     environment = os.environ
     return int(environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or 1)

@@ -9,15 +9,15 @@ if TYPE_CHECKING:
 
 
 def read_results(*paths: str | Path) -> "pd.DataFrame":
-    """A frame with a line for each row of results files, and a column for each key that one has.
+    """A data frame with a line per row of results files, and a column per key.
 
-    megatron/results/row.py says what the keys mean; `label` is the name of the row's kind among
-    these rows, as in tables. A later row replaces an earlier one of the same measurement. Losses of
-    windows, blocks and positions are lists in a cell; mappings are texts in JSON, and `window` is a
-    text where one row has such as train_length. Raises UserError, with the file and the line, for
-    what is no row.
+    megatron/results/row.py explains the keys; `label` is the name of the row's kind among these
+    rows, as in tables. A later row replaces an earlier one of the same measurement. Losses of
+    windows, blocks and positions are lists in a cell; mappings are JSON texts; `window` is a text
+    if any row has a word such as train_length. Raises UserError, with file and line, if a line is
+    not a row.
     """
-    import pandas as pd  # training and evaluation begin faster without it
+    import pandas as pd  # training and evaluation start faster without it
 
     from megatron.results.files import read_rows
     from megatron.results.labels import kinds

@@ -1,4 +1,4 @@
-"""Claims: fields in YAML about two encodings or lengths, and what results say of each."""
+"""Claims about two encodings or lengths, written in YAML, and what the results say about each."""
 
 import math
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ Length = int | Annotated[str, Field(pattern=r"^(>= )?(\d{1,12}|(\d{1,12} )?L)$")
 
 
 class Source(BaseModel, extra="forbid"):
-    """Where a paper says what a file claims."""
+    """The place in a paper where a file's claims come from."""
 
     paper: str
     section: str
@@ -70,7 +70,7 @@ class Source(BaseModel, extra="forbid"):
 
 
 class Claim(BaseModel, extra="forbid"):
-    """One claim; `FIELDS` says what its fields mean."""
+    """One claim; `FIELDS` explains its fields."""
 
     a: str
     b: str | None = None
@@ -105,15 +105,15 @@ class Claim(BaseModel, extra="forbid"):
 
     @property
     def unit(self) -> str:
-        """Of its size and of differences."""
+        """The unit of its size and of differences."""
         return "%" if self.quantity == "perplexity" else "points"
 
     def names(self, key: str) -> bool:
-        """Whether a fact of a side has this key, such as `window` of `window 512`."""
+        """Whether a side has a fact with this key, such as `window` in `window 512`."""
         return f", {key} " in f"{self.a}, {self.b}, {self.both}"
 
     def excess(self, difference: float) -> float:
-        """How much more than its size a difference is, in the claim's direction.
+        """By how much a difference exceeds the claim's size, in the claim's direction.
 
         In nats, or in shares of answers.
         """
@@ -132,7 +132,7 @@ class File(BaseModel, extra="forbid"):
 
 
 def read_claims(name: str) -> tuple[str, list[Claim]]:
-    """The source and claims of a file, or of a name in configs/claims; UserError for a fault."""
+    """The source and claims in a file, or with a name in configs/claims; UserError for a fault."""
     shipped = {path.stem: path for path in sorted(SHIPPED.glob("*.yml"))}
     path = shipped.get(name) or Path(name)
     if not path.exists():
@@ -150,7 +150,7 @@ def read_claims(name: str) -> tuple[str, list[Claim]]:
 
 
 def has_length(row: Row, length: Length) -> bool:
-    """Whether a row has such a length, where L is its training length."""
+    """Whether a row has such a length; L is its training length."""
     text = str(length).removeprefix(">= ")
     tokens = int(text.rstrip(" L") or 1)
     if "L" in text:
@@ -158,20 +158,21 @@ def has_length(row: Row, length: Length) -> bool:
     return row["length"] == tokens or (text != str(length) and row["length"] > tokens)
 
 
-# --- What results say of a claim ---
+# --- What the results say about a claim ---
 
 
 @dataclass
 class Verdict:
-    """What the rows of one setting say of a claim.
+    """What the rows of one setting say about a claim.
 
     word: holds, fails, undecided or no rows; reason: which rows are missing
-    example: a row of the setting, at the length that decides
+    example: a row of the setting, at the decisive length
     difference: at this length, with its estimate
-    p_holds: one-sided, small where the difference speaks for the claim, near 1 against it
-    p: two-sided, corrected for all verdicts of the file
+    p_holds: one-sided; small if the difference supports the claim, near 1 if it contradicts it
+    p: two-sided, corrected for all verdicts in the file
     level: of the one-sided test, before this correction
-    needed: values that decide with a power of 80 %, were the effect as large as it is here
+    needed: number of values that would decide with a power of 80 %, if the effect is as large as
+        here
     """
 
     claim: Claim
@@ -186,7 +187,8 @@ class Verdict:
 
 
 def judged(claims: Sequence[Claim], rows: Sequence[Row]) -> list[Verdict]:
-    """Each claim in each setting (corpus, part, protocol, training) whose rows answer it."""
+    """The verdict on each claim in each setting (corpus, part, protocol, training) that has
+    rows."""
     verdicts = []
     for claim in claims:
         keys = [key for key in GROUP if not claim.names(key)]
@@ -218,11 +220,11 @@ def judged(claims: Sequence[Claim], rows: Sequence[Row]) -> list[Verdict]:
 
 
 def _needed(verdict: Verdict, level: float) -> str:
-    """The sample that would decide, in words."""
+    """In words, the sample size that would decide."""
     assert verdict.difference
     estimate, unit = verdict.difference.estimate, verdict.difference.unit
     by_seed = [*verdict.difference.by_seed.values()]
-    if 1 < len(by_seed) < SEEDS:  # more seeds decide, not more text
+    if 1 < len(by_seed) < SEEDS:  # more seeds would decide, not more text
         estimate, unit = mean_over_seeds(by_seed), "seeds"
     needed = values_needed(estimate, verdict.claim.excess(estimate.mean), level, unit)
     words = f"{needed:,} {unit}" if needed else ""
@@ -233,7 +235,7 @@ def _needed(verdict: Verdict, level: float) -> str:
 def _chosen(
     rows: Sequence[Row], claim: Claim, side: str, at: Length | list[Length]
 ) -> Sequence[Row]:
-    """The rows of one side; UserError names the first demand that none fulfils."""
+    """The rows of one side; UserError names the first fact that no row has."""
     facts = [*side.split(", "), claim.protocol, *claim.both.split(", ")]
     for fact in filter(None, facts):
         rows = [row for row in rows if fact in facts_of(row)]
@@ -257,10 +259,10 @@ def _chosen(
 
 
 def _verdict(claim: Claim, ours: Sequence[Row], theirs: Sequence[Row]) -> Verdict:
-    """The verdict in one setting, with a p that is not corrected.
+    """The verdict in one setting, with an uncorrected p.
 
-    Of several lengths the largest p counts for the claim. Against it counts the smallest of k,
-    times k.
+    For several lengths, the largest p counts in favour of the claim. Against it, the smallest of k
+    values counts, times k.
     """
     verdicts = []
     try:
@@ -274,9 +276,9 @@ def _verdict(claim: Claim, ours: Sequence[Row], theirs: Sequence[Row]) -> Verdic
             )
         for group in grouped(ours, ["length"]):
             at = group[0]["length"]
-            others = [row for row in theirs if claim.b_at or row["length"] == at]
-            if others:
-                verdicts.append(_at_length(claim, group, others))
+            their_rows = [row for row in theirs if claim.b_at or row["length"] == at]
+            if their_rows:
+                verdicts.append(_at_length(claim, group, their_rows))
         if not verdicts:
             raise UserError("the two sides share no length")
     except UserError as missing:
@@ -291,7 +293,7 @@ def _verdict(claim: Claim, ours: Sequence[Row], theirs: Sequence[Row]) -> Verdic
 
 
 def _of_one_kind(rows: Sequence[Row]) -> Sequence[Row]:
-    """The rows; of several kinds the one whose options are the defaults."""
+    """The rows; if there are several kinds, those with default options."""
     several = kinds(rows)
     usual = kinds([row for row in rows if not row.get("pos_emb_args")])
     for choices in (several, usual):
@@ -301,14 +303,14 @@ def _of_one_kind(rows: Sequence[Row]) -> Sequence[Row]:
 
 
 def _at_length(claim: Claim, ours: Sequence[Row], theirs: Sequence[Row]) -> Verdict:
-    """The mean difference over seeds, or with too few of them over the text."""
+    """The mean difference over seeds, or over the text if there are too few seeds."""
     example = ours[0]
     any_text = claim.b_at is not None and example.get("protocol") in DRAWN
     first, second = ([_measured(claim.quantity, row) for row in rows] for rows in (ours, theirs))
     difference = difference_of(first, second, any_text=any_text)
     estimate = difference.estimate
     if claim.quantity != "perplexity" and estimate.stderr is not None:
-        # Half an answer: a share is not known better.
+        # Half an answer: a share cannot be known more exactly.
         answers = example["windows" if claim.quantity == "accuracy" else "tokens"]
         estimate = replace(estimate, stderr=max(estimate.stderr, 0.5 / answers))
     p_holds = 0.5
@@ -320,7 +322,7 @@ def _at_length(claim: Claim, ours: Sequence[Row], theirs: Sequence[Row]) -> Verd
 
 
 def _measured(quantity: str, row: Row) -> Row:
-    """The row with the quantity in the place of the loss."""
+    """The row with the quantity instead of the loss."""
     if quantity == "perplexity":
         return row
     shares = row.get("window_accuracies") or []
@@ -334,7 +336,7 @@ def _measured(quantity: str, row: Row) -> Row:
 
 
 def table_of(verdicts: Sequence[Verdict], source: str) -> Table:
-    """One line for each claim and setting, with the notes that its words need."""
+    """One line per claim and setting, with the notes that explain it."""
     examples = [verdict.example for verdict in verdicts if verdict.example]
     names = [f"{text_of(row)}: {row.get('protocol')}" for row in examples]
     settings = iter(labels_of(examples, GROUP, names))

@@ -1,4 +1,4 @@
-"""Encodings against one of them, length by length: differences, intervals, claims."""
+"""Compare encodings with one of them, length by length: differences, intervals, claims."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,19 +13,20 @@ from megatron.results.statistics import Estimate, holm, mean_of, mean_of_blocks,
 from megatron.results.table import mean_and_std, setting
 
 ALPHA = 0.05
-SEEDS = 3  # common seeds that a claim about an encoding needs
-PLACES = (*SETTING, "length", "tokens")  # runs of a seed may have their own text
-FEW = 20  # windows, below which an interval over windows covers less than 95 %
+SEEDS = 3  # number of common seeds that a claim about an encoding needs
+PLACES = (*SETTING, "length", "tokens")  # protocols in which each seed may have its own text
+FEW = 20  # with fewer windows, an interval over windows covers less than 95 %
 WORSE, BETTER = "†", "‡"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Losses minus others of the same targets, in nats.
+    """The difference of two losses on the same targets, in nats.
 
-    estimate: the mean over seeds, from SEEDS common seeds on; else of these weights, over the text
-    unit: "seeds", or the pieces of text, "blocks" or "windows"
-    by_seed: the difference of each common seed
+    estimate: the mean over seeds if there are SEEDS common seeds or more; else of these weights,
+        over the text
+    unit: "seeds", or pieces of text: "blocks" or "windows"
+    by_seed: the difference for each common seed
     """
 
     estimate: Estimate
@@ -34,24 +35,25 @@ class Difference:
 
     @property
     def is_claim(self) -> bool:
-        """Whether there are seeds enough to speak about the encoding, not only these weights."""
+        """Whether there are enough seeds for a statement about the encoding, not only about these
+        weights."""
         return self.unit == "seeds"
 
     @property
     def seeds_disagree(self) -> bool:
-        """Whether the difference has one sign with one seed and the other with another."""
+        """Whether the difference has different signs for different seeds."""
         signs = np.sign([*self.by_seed.values()])
         return {-1, 1} <= set(signs)
 
 
 @dataclass
 class Comparison:
-    """An encoding at one length, and its loss minus that of the reference.
+    """An encoding at one length, and the difference of its loss from the reference's.
 
-    rows: its rows, one for each seed
+    rows: its rows, one per seed
     difference: from the reference, or None and the reason
     p: over seeds, with Holm's correction for all claims of the call
-    other_differences: from the reference, beside the encoding
+    other_differences: what else differs from the reference
     """
 
     setting: str
@@ -66,7 +68,7 @@ class Comparison:
 
     @property
     def is_claim(self) -> bool:
-        """Whether the difference is one of encodings."""
+        """Whether only the encoding differs."""
         return self.difference is not None and self.difference.is_claim
 
     @property
@@ -76,9 +78,9 @@ class Comparison:
 
     @property
     def mark(self) -> str:
-        """† if the reference is significantly better, as in KERPLE's table 3; ‡ if this is.
+        """† if the reference is significantly better, as in KERPLE's table 3; ‡ if this one is.
 
-        Empty without a claim.
+        Empty if nothing can be claimed.
         """
         if self.difference is None or self.p is None or self.p >= ALPHA:
             return ""
@@ -86,12 +88,12 @@ class Comparison:
 
 
 def compared(kinds: Mapping[str, Sequence[Row]], against: str | None = None) -> list[Comparison]:
-    """Every encoding at every length of every setting, compared with one of them.
+    """Every encoding at every length of every setting, compared with the reference.
 
-    kinds: rows by label, as `kinds` of megatron.results.labels returns them
+    kinds: rows by label, from `kinds` of megatron.results.labels
     against: the reference; the first encoding if it is None
 
-    Raises UserError if nothing can be paired, or a seed was measured on two texts of one size.
+    Raises UserError if nothing can be paired, or if a seed was measured on two texts of one size.
     """
     reference = select(against, kinds) if against else next(iter(kinds))
     comparisons = _pairs(kinds, reference)
@@ -109,7 +111,7 @@ def compared(kinds: Mapping[str, Sequence[Row]], against: str | None = None) -> 
 
 
 def _pairs(kinds: Mapping[str, Sequence[Row]], reference: str) -> list[Comparison]:
-    """Each kind at each place minus the reference, with p that are not corrected."""
+    """Each kind at each place minus the reference, with uncorrected p."""
     label_of = {id(row): label for label, rows in kinds.items() for row in rows}
     places = grouped([row for rows in kinds.values() for row in rows], PLACES)
     names = [setting(rows) for rows in places]
@@ -146,9 +148,10 @@ def _pairs(kinds: Mapping[str, Sequence[Row]], reference: str) -> list[Compariso
 def difference_of(
     ours: Sequence[Row], theirs: Sequence[Row], *, any_text: bool = False
 ) -> Difference:
-    """The difference of rows at one place, of the seeds that both have; of all if none is common.
+    """The difference of rows at one place, for the common seeds, or for all seeds if none is
+    common.
 
-    any_text: whether the difference of a seed may be one of two texts
+    any_text: whether a seed's difference may compare two texts
 
     Raises UserError with the reason if there is none.
     """

@@ -1,4 +1,4 @@
-"""Comparisons as tables, with sentences on how their numbers were made."""
+"""Comparisons as tables, with notes that explain how the numbers were computed."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,7 +8,7 @@ from megatron.results.table import Table, cell, with_spread
 
 
 def tables(comparisons: Sequence[Comparison], form: str = "text") -> str:
-    """A table for each setting and length, and beneath them how the numbers were made.
+    """A table for each setting and length, followed by notes on how the numbers were computed.
 
     form: text, markdown or latex
     """
@@ -70,7 +70,7 @@ def _ratio(difference: float) -> str:
 
 
 def how_made(comparisons: Sequence[Comparison]) -> list[str]:
-    """How the intervals and the marks were made, in sentences."""
+    """Notes on how intervals and marks were computed."""
     lines = []
     differences = [pair.difference for pair in comparisons if pair.difference]
     claims = sum(difference.is_claim for difference in differences)

@@ -1,4 +1,5 @@
-"""A sweep file -> its cells, each a checked configuration with evaluations; and how far each is."""
+"""A sweep file and its cells, each a checked configuration with evaluations; and each cell's
+state."""
 
 import contextlib
 import itertools
@@ -38,8 +39,8 @@ Axis = Annotated[list, Field(min_length=1)] | dict[str, Values | None]
 class SweepFile(BaseModel):
     """The form of a sweep file (docs/sweeps.md).
 
-    evaluate: for each label, keys of the configuration, options of evaluate.py, and `only`: the
-    values of the cells that it is for
+    evaluate: for each label, configuration keys and options of evaluate.py, and `only`: which cells
+        it applies to
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -52,7 +53,7 @@ class SweepFile(BaseModel):
 
 @dataclass(frozen=True)
 class EvaluationCall:
-    """One call of evaluate.py: its words, and a label that changes with what is measured."""
+    """One call of evaluate.py: its command line, and a label that changes with what is measured."""
 
     label: str
     words: tuple[str, ...]
@@ -75,16 +76,16 @@ class Cell:
 
     @property
     def lock(self) -> FileLock:
-        """Whoever works on the cell holds it."""
+        """The lock of the process that works on the cell."""
         return FileLock(self.folder / "lock", timeout=0.2)
 
     def file(self, evaluation: EvaluationCall, *, finished: bool = True) -> Path:
-        """Rows of an evaluation. They have another name until evaluate.py has ended well."""
+        """The rows of an evaluation. The file has another name until evaluate.py has succeeded."""
         suffix = ".jsonl" if finished else ".unfinished.jsonl"
         return self.folder / "evaluation" / f"{evaluation.label}{suffix}"
 
     def rows(self, evaluation: EvaluationCall) -> list[Row]:
-        """Rows of a finished evaluation of this configuration's last step; else none."""
+        """The rows of a finished evaluation of this configuration's last step, or none."""
         rows = existing_results(self.file(evaluation))
         ours = (self.config.hash, self.steps)
         same = all((row["config_hash"], row["step"]) == ours for row in rows)
@@ -93,7 +94,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All cells of a file, in the order in which they run."""
+    """All cells of a file, in running order."""
 
     name: str
     path: Path
@@ -108,12 +109,12 @@ class Sweep:
 def load_sweep(
     path: str | Path, folder: str | Path | None = None, only: Sequence[str] = ()
 ) -> Sweep:
-    """The sweep that a file describes.
+    """Read the sweep in a file.
 
-    path: the file, or the name of a shipped sweep with `-` or `_`;
-    folder: where its runs are kept, by default runs/sweeps/NAME;
+    path: the file, or the name of one of our sweeps with `-` or `_`;
+    folder: for its runs, by default runs/sweeps/NAME;
     only: `axis=value,value` words that choose cells.
-    Raises UserError with the faults of the file, or with those of all chosen cells.
+    Raises UserError that lists the faults of the file, or of all chosen cells.
     """
     try:
         file = find_sweep(path)
@@ -127,7 +128,9 @@ def load_sweep(
 
     for label in form.evaluate:
         if not re.fullmatch(r"[\w.+-]{1,100}", label):
-            raise UserError(f"{file}: evaluate: {label!r} names a file - use letters and digits")
+            raise UserError(
+                f"{file}: evaluate: {label!r} becomes a file name - use letters and digits"
+            )
     evaluations = {label: dict(options or {}) for label, options in form.evaluate.items()}
     chosen = {label: options.pop("only", {}) for label, options in evaluations.items()}
     rules = [("exclude", rule) for rule in form.exclude]
@@ -142,14 +145,14 @@ def load_sweep(
             for value in _several(values):
                 if value not in choices:
                     choices = (
-                        ", ".join(map(str, choices)) or f"no axis; take {', '.join(form.grid)}"
+                        ", ".join(map(str, choices)) or f"no such axis; use {', '.join(form.grid)}"
                     )
                     raise UserError(
                         f"{file}: {place}: no cell has {axis}: {value} - it has {choices}"
                     )
 
-    # The first axis changes fastest: a sweep that is cut short is then whole in the first values
-    # of the last axis, the seeds.
+    # The first axis changes fastest, so an interrupted sweep is complete for the first values of
+    # the last axis, the seeds.
     slowest_first = [list(choices) for choices in reversed(form.grid.values())]
     points = []
     for values in itertools.product(*slowest_first):
@@ -158,23 +161,25 @@ def load_sweep(
         if is_chosen and not any(_holds(rule, point) for rule in form.exclude):
             points.append(point)
     if not form.grid or not points:
-        raise UserError(f"{file}: no cell is left - write grid: {{pos_emb: [alibi, rotary]}}")
+        raise UserError(
+            f"{file}: has no cells - write, for example, grid: {{pos_emb: [alibi, rotary]}}"
+        )
     names = {_name(point) for point in points}
     if len(names) < len(points):
         raise UserError(
-            f"{file}: grid: cells share names, which name their folders - give every value once,"
-            " with letters and digits"
+            f"{file}: grid: several cells have the same name, which is also their folder - list"
+            " each value once, with letters and digits"
         )
 
     home = Path(folder) if folder else Path("runs/sweeps") / file.stem
     cells: list[Cell] = []
     faults: dict[str, list[str]] = {}  # names of cells by their fault
     for point in points:
-        wanted = {
+        chosen_evaluations = {
             label: options for label, options in evaluations.items() if _holds(chosen[label], point)
         }
         try:
-            cells.append(_cell(form, point, wanted, home, file))
+            cells.append(_cell(form, point, chosen_evaluations, home, file))
         except UserError as fault:
             faults.setdefault(str(fault), []).append(_name(point))
     if faults:
@@ -185,20 +190,20 @@ def load_sweep(
 
 
 def _several(value: Any) -> list[Any]:
-    """The values that a rule gives for an axis: a list is several."""
+    """The values that a rule lists for an axis; a single value becomes a list."""
     return value if isinstance(value, list) else [value]
 
 
 def _holds(rule: Values, point: Values) -> bool:
-    """Whether a point has one of a rule's values on each of its axes."""
+    """Whether a point has one of the rule's values on each of the rule's axes."""
     return all(point[axis] in _several(value) for axis, value in rule.items())
 
 
 def find_sweep(name: str | Path) -> Path:
-    """The file that a path or the bare name of a shipped sweep means.
+    """The file for a path or for the name of one of our sweeps.
 
-    kerple-table3, kerple_table3 and configs/sweeps/kerple-table3.yml are one file.
-    Raises ValueError that says what was looked for.
+    kerple-table3, kerple_table3 and configs/sweeps/kerple-table3.yml mean the same file. Raises
+    ValueError that lists what was tried.
     """
     with contextlib.suppress(ValueError):
         return find_file(name)
@@ -227,7 +232,7 @@ def _cell(
     settings["save"] = str(folder)
     words = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings.items()]
     config = load(files, words)
-    if not config.checkpoint.finetune:  # there, load is the parent
+    if not config.checkpoint.finetune:  # for fine-tuning, load is the parent
         checkpoint = config.checkpoint.model_copy(update={"load": str(folder)})
         config = replace(config, checkpoint=checkpoint)
     config.require_for("train")
@@ -238,13 +243,15 @@ def _cell(
     measured = config.evaluation
     calls = []
     for label, options in evaluations.items():
-        # What evaluate.py would refuse is refused here, before anything is trained.
+        # Find options that evaluate.py would reject now, before anything is trained.
         option_words = _words(options)
         keys = {key: value for key, value in options.items() if key in KEYS}
         rest = {key: value for key, value in options.items() if key not in KEYS}
         try:
             if rest.keys() & GIVEN_BY_SWEEP:
-                raise UserError(f"{', '.join(rest.keys() & GIVEN_BY_SWEEP)}: a sweep gives it")
+                raise UserError(
+                    f"{', '.join(rest.keys() & GIVEN_BY_SWEEP)}: is set by the sweep - remove it"
+                )
             changed = config
             for key, value in keys.items():
                 section = getattr(changed, KEYS[key])
@@ -268,28 +275,25 @@ def _name(values: Mapping[str, Any]) -> str:
 
 
 def _words(options: Mapping[str, Any]) -> list[str]:
-    """Keys of the configuration become settings, others options: {eval_tokens: 4096, tail: 64}."""
+    """Configuration keys become settings, other keys options: {eval_tokens: 4096, tail: 64}."""
     words = []
     for key, value in options.items():
         words += [f"{key}={json.dumps(value)}"] if key in KEYS else words_of({key: value})
     return words
 
 
-# --- How far cells are, by the configuration's hash in checkpoints and rows ---
+# --- The states of cells, by the configuration's hash in checkpoints and rows ---
 
 
 @dataclass(frozen=True)
 class State:
-    """How far a cell is.
-
-    kind:
-        waiting     nothing was kept of it, and nobody works on it
-        training    a process holds its lock; likewise `evaluating`
-        stopped     a checkpoint before the last step, and nobody works on it
-        trained     evaluations are missing, and nobody works on it
-        done        the last checkpoint and all evaluations
-        failed      the last attempt; `note` is its last line
-        damaged     the folder holds another run or a file that cannot be read; `note` names it
+    """The state of a cell. kind: waiting     nothing exists yet, and no process works on it
+        training    a process has its lock; likewise `evaluating`
+        stopped     it has a checkpoint before the last step, and no process works on it
+        trained     evaluations are missing, and no process works on it
+        done        the last checkpoint and all evaluations exist
+        failed      the last attempt failed; `note` is its last line
+        damaged     the folder has another run or an unreadable file; `note` names it
     step: of the last checkpoint, 0 for none
     missing: evaluations without rows
     """
@@ -301,23 +305,23 @@ class State:
 
 
 def is_trained(cell: Cell, step: int) -> bool:
-    """Whether its training has ended well at this last step: then the optimizer's state is gone.
+    """Whether its training has finished: then the optimizer's state is deleted.
 
-    With the state a kill may have come before the last rows of extrapolation_interval.
+    If the state exists, a kill may have prevented the last rows of extrapolation_interval.
     """
     path = folder_of(cell.folder, step)
     return step >= cell.steps and (path.is_symlink() or not (path / OPTIMIZER).exists())
 
 
 def state_of(cell: Cell) -> State:
-    """How far a cell is. A failure is shown until the next attempt begins."""
+    """The state of a cell. A failure is shown until the next attempt begins."""
     failure = cell.folder / "failure.txt"
     try:
         step = latest_step(cell.folder) or 0
         if step:
             trained = read_record(find(cell.folder, step))["config_hash"]
             if trained != cell.config.hash:
-                note = f"{cell.folder} holds a run of configuration {trained}"
+                note = f"{cell.folder} has a run of configuration {trained}"
                 return State("damaged", step, note=f"{note}, not {cell.config.hash}")
         trained_well = is_trained(cell, step)
         missing = cell.evaluations
@@ -329,7 +333,7 @@ def state_of(cell: Cell) -> State:
             note = failure.read_text(encoding="utf-8", errors="replace").strip()
             return State("failed", step, missing, note)
         kind = "trained" if trained_well else "stopped" if step else "waiting"
-        if (cell.folder / "lock").exists():  # else nobody has ever worked on it
+        if (cell.folder / "lock").exists():  # otherwise no process has ever worked on it
             with cell.lock.acquire(timeout=0):
                 pass
     except Timeout:
@@ -357,15 +361,16 @@ def described(cell: Cell, state: State) -> str:
 def finished_rows(sweep: Sweep) -> list[Row]:
     """Rows of all finished evaluations.
 
-    Each has also `sweep`, `cell`, the size of the corpus if it is here, and the seconds of a step.
+    Each row also has `sweep`, `cell`, the size of the corpus if it exists here, and the seconds per
+    step.
     """
     rows: list[Row] = []
     for cell in sweep.cells:
         facts = {"sweep": sweep.name, "cell": cell.values}
-        with contextlib.suppress(UserError):  # the data are absent
+        with contextlib.suppress(UserError):  # the data is missing
             parts = open_parts(cell.config.data, ["train"])
             files = parts["train"].files
-            if not isinstance(files[0], TaskText):  # which has no end
+            if not isinstance(files[0], TaskText):  # a task, which is endless
                 facts["corpus_documents"] = sum(map(len, files))
                 facts["corpus_tokens"] = sum(int(tokens.tokens) for tokens in files)
         facts["seconds_per_step"] = seconds_per_step(cell)
@@ -376,7 +381,7 @@ def finished_rows(sweep: Sweep) -> list[Row]:
 
 
 def collect(sweep: Sweep) -> list[Row]:
-    """Write results.jsonl and return its rows; without rows nothing is written.
+    """Write results.jsonl and return its rows; if there are none, nothing is written.
 
     Rows that `extrapolation_interval` wrote go into training.jsonl, with `sweep` and `cell`.
     """
@@ -397,7 +402,7 @@ def collect(sweep: Sweep) -> list[Row]:
 def seconds_per_step(cell: Cell) -> float | None:
     """Median over the log lines of a run, or None if there are none that can be read.
 
-    The first line is left out: it contains the start of the machine.
+    The first line is excluded, because it includes the start-up.
     """
     seconds = []
     with contextlib.suppress(OSError, ValueError):

@@ -14,9 +14,9 @@ from megatron.sweeps.cells import State, Sweep
 from megatron.training.batches import likely_rows, windows_per_step
 from megatron.training.metrics import peak_of
 
-UTILISATION = 0.35  # of a device's speed in large products, which training is assumed to reach
+UTILISATION = 0.35  # share of a device's speed in large matrix products that we assume for training
 
-# --device NAME -> as CUDA names the device, for its peak in training/metrics.py
+# --device NAME -> CUDA's name of the device, for its peak in training/metrics.py
 DEVICES = {
     "v100": "V100-SXM2-32GB",
     "a100": "A100-SXM4-80GB",
@@ -31,7 +31,7 @@ Operations = dict[str, float]  # by the number format of matrix products
 
 
 def cost(sweep: Sweep, states: Sequence[State]) -> tuple[int, Operations, Operations]:
-    """All that is missing: tokens of training, operations of training and of evaluation."""
+    """The missing work: training tokens, and operations of training and evaluation."""
     tokens = 0
     training, evaluation = defaultdict(float), defaultdict(float)
     for cell, state in zip(sweep.cells, states, strict=True):
@@ -47,29 +47,30 @@ def cost(sweep: Sweep, states: Sequence[State]) -> tuple[int, Operations, Operat
 
 
 def hours(operations: Operations, device: str, share: float = UTILISATION) -> float:
-    """Hours of a device in DEVICES at a share of its data sheet's speed."""
+    """Hours on a device in DEVICES, at a share of its data sheet's speed."""
     seconds = 0.0
     for products, flops in operations.items():
-        # A V100 has no bf16: what it would run in its place is fp16.
+        # A V100 has no bf16, so it would use fp16.
         peak = peak_of(DEVICES[device], products) or peak_of(DEVICES[device], "fp16")
         seconds += flops / (cast(float, peak) * 1e12 * share)
     return seconds / 3600
 
 
 def training_cost(config: Config, vocab: int, steps: int) -> tuple[int, float]:
-    """Tokens, and operations forward and backward, of steps of one rank."""
+    """Tokens and operations (forward and backward) of one rank's steps."""
     length = config.model.seq_length
     tokens = steps * windows_per_step(config) * length
     return tokens, tokens * size.BACKWARD * forward_flops(config, vocab, length)
 
 
 def forward_flops(config: Config, vocab: int, length: int) -> float:
-    """Operations of one token in a causal window of `length`: it attends to half of it."""
+    """Operations per token in a causal window of `length`; on average a token attends to half of
+    it."""
     return size.forward_flops(Architecture.of(config.model), vocab, keys=length / 2)
 
 
 def evaluation_flops(options: Mapping[str, Any], config: Config, vocab: int) -> float:
-    """Operations of one call of evaluate.py. options: those of the call, and keys that it sets.
+    """Operations of one call of evaluate.py. options: of the call, with the keys that it sets.
 
     Each target counts once; `tail` and `sliding` compute some of them several times.
     """

@@ -1,6 +1,6 @@
 """Cells of a sweep as jobs of a cluster: tasks of Ray, or jobs of Slurm by submitit.
 
-The engine places the jobs. A cell whose job ended without a result is submitted again here.
+The engine schedules the jobs. If a job ends without a result, we submit its cell again.
 """
 
 import importlib
@@ -22,21 +22,21 @@ from megatron.parallel.grid import free_port
 from megatron.sweeps.cells import Cell, Sweep, described, load_sweep, state_of
 from megatron.sweeps.runner import SIGNALS, Runner
 
-ATTEMPTS = 3  # of a cell whose jobs end without a further checkpoint
-PATIENCE = 120.0  # seconds: NFS keeps the locks of a dead node for 90
-PAUSE = 5.0  # seconds between two questions to Slurm, whose users share one controller
-TIME_LIMITS = 1000  # after which submitit no longer queues a job again
+ATTEMPTS = 3  # jobs of a cell that end without a new checkpoint
+PATIENCE = 120.0  # seconds: NFS keeps the locks of a dead node for 90 seconds
+PAUSE = 5.0  # seconds between two requests to Slurm, because all users share one controller
+TIME_LIMITS = 1000  # times that submitit may requeue a job
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a job does. It reads the sweep again, because the file may name code of the user.
+    """What a job does. It reads the sweep again, because the file may refer to the user's code.
 
-    place: the folder in which `run` was called
-    sweep: what load_sweep is given
-    starter: the command that starts a script in every process of the job; (): there is one process
+    place: the current folder of `run`
+    sweep: the arguments of load_sweep
+    starter: the command that starts a script in every process of the job; (): only one process
     """
 
     place: Path
@@ -48,19 +48,19 @@ class Work:
         (cell,) = (cell for cell in load_sweep(*self.sweep).cells if cell.name == name)
         runner = Runner(logger.info, PATIENCE, self.starter)
         meeting = {"MASTER_ADDR": socket.gethostname(), "MASTER_PORT": str(free_port())}
-        # In this thread: Ray's cancellation does not interrupt the wait for another one.
+        # In this thread, because Ray's cancellation doesn't interrupt waiting for another one.
         with runner.stoppable(*SIGNALS, signal.SIGUSR2):
             runner.work(cell, meeting if self.starter else {})
-        if runner.stopping == signal.SIGUSR2:  # the time limit: submitit queues the job again
+        if runner.stopping == signal.SIGUSR2:  # the time limit: submitit requeues the job
             signal.raise_signal(signal.SIGUSR2)
 
     def checkpoint(self, name: str) -> Any:
-        """What submitit queues again."""
+        """The function that submitit requeues."""
         return importlib.import_module("submitit.helpers").DelayedSubmission(self, name)
 
 
 class Ray:
-    """Tasks on the cluster that RAY_ADDRESS names or that runs here, else on this machine.
+    """Tasks on the cluster in RAY_ADDRESS or one that runs here, else on this machine.
 
     options: those of ray.remote
     """
@@ -78,7 +78,7 @@ class Ray:
         return [self.task.options(name=cell.name).remote(self.work, cell.name) for cell in cells]
 
     def ended(self, jobs: list[Any]) -> Iterator[tuple[Any, str]]:
-        """Jobs that end within a second, each with its fault."""
+        """Jobs that end within a second, with their faults."""
         for job in self.ray.wait(jobs, num_returns=len(jobs), timeout=1)[0]:
             error = job.future().exception()
             yield job, str(error or "")
@@ -89,7 +89,7 @@ class Ray:
 
 
 class Slurm:
-    """Jobs by the names of their cells, whose logs are in the sweep's folder.
+    """Jobs by the names of their cells; logs are in the sweep's folder.
 
     options: those of sbatch, with `_` for `-`
     """
@@ -97,7 +97,7 @@ class Slurm:
     def __init__(self, work: Work, options: dict[str, Any]) -> None:
         nodes, on_each = options.get("nodes", 1), options.get("ntasks_per_node", 1)
         if not isinstance(options.get("time"), int):
-            raise ValueError("give the limit of one job, --launcher-args time=MINUTES")
+            raise ValueError("set the time limit of a job with --launcher-args time=MINUTES")
         alone = ("--overlap", "--nodes=1", "--ntasks=1")
         starter = ("srun", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes * on_each}")
         starter += (f"--ntasks-per-node={on_each}", "--wait=60")
@@ -109,20 +109,20 @@ class Slurm:
         self.executor.update_parameters(
             time=options["time"], additional_parameters=parameters, srun_args=alone
         )
-        # Since 22.05 srun does not take it from sbatch.
+        # Since Slurm 22.05 srun doesn't inherit it from sbatch.
         os.environ["SRUN_CPUS_PER_TASK"] = str(options.get("cpus_per_task", 1))
 
     def submit(self, cells: Sequence[Cell]) -> list[Any]:
         jobs = []
-        for cell in cells:  # not an array, whose jobs share one name
+        for cell in cells:  # not an array, because its jobs would share one name
             self.executor.update_parameters(job_name=cell.name)
             jobs.append(self.executor.submit(self.work, cell.name).job_id)
         return jobs
 
     def ended(self, jobs: list[Any]) -> Iterator[tuple[Any, str]]:
-        """Jobs that are no longer in the queue, each with its log."""
+        """Jobs that are no longer in the queue, with their logs."""
         time.sleep(PAUSE)
-        # Not sacct, which needs a database that not every Slurm has.
+        # Not sacct, because it needs a database that not every Slurm has.
         command = f"squeue --user={os.getuid()} --array --noheader --format=%i"
         queue = subprocess.run(command.split(), capture_output=True, text=True)
         if queue.returncode == 0:
@@ -138,7 +138,7 @@ LAUNCHERS = {"ray": (Ray, "ray>=2.60,<3"), "slurm": (Slurm, "submitit>=1.5.4,<2"
 
 @contextmanager
 def _explained(launcher: str) -> Iterator[None]:
-    """A fault of the engine becomes one message."""
+    """Turn a fault of the engine into one message."""
     try:
         yield
     except UserError:
@@ -146,7 +146,7 @@ def _explained(launcher: str) -> Iterator[None]:
     except ImportError as fault:
         package = LAUNCHERS[launcher][1]
         raise UserError(f"--launcher {launcher}: {fault} - pip install '{package}'") from None
-    except Exception as fault:  # Ray raises that class itself when it cannot start
+    except Exception as fault:  # Ray itself raises that class when it cannot start
         raise UserError(f"--launcher {launcher}: {in_words(fault)}") from None
 
 
@@ -158,11 +158,11 @@ def run_on(
     only: Sequence[str],
     jobs: int | None,
 ) -> None:
-    """Until no cell is left to submit; after a signal, until cancelled jobs have ended.
+    """Run until no cell is left to submit; after a signal, until cancelled jobs have ended.
 
-    options: what each job gets, by the engine's own names
+    options: resources of each job, by the engine's own names
     only: the words that chose the cells
-    jobs: in the queue at a time; default: all
+    jobs: how many may be in the queue; default: all
     """
     with _explained(launcher):
         kind, _ = LAUNCHERS[launcher]
@@ -191,5 +191,5 @@ def run_on(
                 has_lost_job = state.kind in ("waiting", "stopped", "trained")
                 if has_lost_job and not runner.stopping and attempts[progress] < ATTEMPTS:
                     waiting.append(cell)
-                    text += " - again, for its job has ended"
+                    text += " - again, because its job has ended"
                 runner.say(text)

@@ -1,4 +1,4 @@
-"""Do what is missing of a sweep, one process per device."""
+"""Run what is missing of a sweep, one process per device."""
 
 import contextlib
 import os
@@ -23,18 +23,18 @@ from megatron.parallel.launcher import environments
 from megatron.sweeps.cells import Cell, is_trained, state_of
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# A cluster may send them to all processes of a job; then a script ends well before its time.
+# A cluster may send these to all processes of a job; then a script ends early but successfully.
 OF_CLUSTERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-PAUSE = 0.1  # seconds between two looks at a process
+PAUSE = 0.1  # seconds between two checks of a process
 
 
 def places_of(jobs: int | None) -> list[dict[str, str]]:
-    """Variables for the environment of each of `jobs` runs at a time; default: one per GPU."""
+    """Environment variables for each of `jobs` simultaneous runs; default: one per GPU."""
     count = torch.cuda.device_count()
     places: list[dict[str, str]] = [{} for _ in range(jobs or count or 1)]
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     names = visible or [str(number) for number in range(count)]
-    # A script chooses its threads by itself, but runs that start together do not notice each other.
+    # A script chooses its own threads, but runs that start together don't notice each other.
     cores = len(os.sched_getaffinity(0))
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cores // len(places))))
     for number, place in enumerate(places):
@@ -47,12 +47,12 @@ def places_of(jobs: int | None) -> list[dict[str, str]]:
 
 @dataclass
 class Runner:
-    """Works on cells, one at each place at a time.
+    """Works on cells, one at a time at each place.
 
-    say: shows a line
-    patience: seconds in which the owner of a cell may end
+    say: prints a line
+    patience: seconds to wait for a cell's owner to end
     starter: the command that starts a script in several processes
-    stopping: the first signal that has come, 0 for none
+    stopping: the first signal that arrived, 0 for none
     """
 
     say: Callable[[str], None]
@@ -61,10 +61,10 @@ class Runner:
     stopping: int = 0
 
     def work(self, cell: Cell, place: dict[str, str]) -> None:
-        """Train a cell and evaluate it, as far as that is missing.
+        """Train a cell and evaluate it, unless that is already done.
 
-        The scripts end with this process, however it ends. The thread that calls must live as long.
-        place: variables for the environment of the scripts
+        The scripts end with this process, however it ends. The calling thread must live as long.
+        place: environment variables for the scripts
         """
         if self.stopping:
             return
@@ -75,16 +75,16 @@ class Runner:
                 if state.kind == "done":
                     return
                 if state.kind == "damaged":
-                    raise UserError(f"{state.note} - move it away, or give another --folder")
+                    raise UserError(f"{state.note} - move it elsewhere, or choose another --folder")
                 (cell.folder / "failure.txt").unlink(missing_ok=True)
                 settings = cell.folder / "cell.yml"
                 cell.config.save(settings)
                 if not is_trained(cell, state.step):
                     if not self._ended_well(cell, ["train.py", str(settings)], place):
                         return
-                    if state_of(cell).step < cell.steps:  # the optimizer's state must stay
+                    if state_of(cell).step < cell.steps:  # the optimizer's state must be kept
                         raise UserError(
-                            "training ended early, as exit_interval or exit_duration says"
+                            "training ended early because of exit_interval or exit_duration"
                         )
                 keep_weights_only(cell.folder)
                 for evaluation in state.missing:
@@ -96,12 +96,12 @@ class Runner:
                     os.replace(unfinished, cell.file(evaluation))
                 self._tell(f"{cell.name}: done")
         except Timeout:
-            self._tell(f"{cell.name}: another process is at work on it")
+            self._tell(f"{cell.name}: another process is working on it")
         except (UserError, OSError) as fault:
-            # A damaged file, a script that failed, a full disk: the caller goes on.
-            with contextlib.suppress(OSError):  # a full disk; the next line says it
+            # A damaged file, a failed script, a full disk: the caller continues.
+            with contextlib.suppress(OSError):  # a full disk; the next line says so
                 write_text(cell.folder / "failure.txt", f"{fault}\n")
-            self._tell(f"{cell.name}: failed: {fault} (all of it: {cell.folder / 'sweep.log'})")
+            self._tell(f"{cell.name}: failed: {fault} (full log: {cell.folder / 'sweep.log'})")
 
     def _ended_well(self, cell: Cell, words: list[str], place: dict[str, str]) -> bool:
         """Run one of our scripts; False if it was stopped. Raises UserError if it failed."""
@@ -115,7 +115,7 @@ class Runner:
             environment = environments(environment, 1, free_port())[0]
         with log.open("ab") as output:
             start = output.tell()
-            # In a group of its own: what a terminal signals, it gets once, from here.
+            # In its own process group, so that it gets a terminal's signal only once, from here.
             process = subprocess.Popen(
                 die_with_parent(script),
                 env=environment,
@@ -127,8 +127,8 @@ class Runner:
         terminated = False
         while process.poll() is None:
             if self.stopping and not terminated:
-                # Once: a second ctrl-C would end train.py without saving.
-                # SIGUSR1 is passed on by srun, which kills its processes at SIGTERM.
+                # Only once: a second ctrl-C would end train.py without saving.
+                # srun forwards SIGUSR1, but at SIGTERM it kills its processes.
                 process.send_signal(signal.SIGUSR1 if self.starter else signal.SIGTERM)
                 terminated = True
             time.sleep(PAUSE)
@@ -142,7 +142,7 @@ class Runner:
         return status == 0
 
     def run(self, cells: Sequence[Cell], places: Sequence[dict[str, str]]) -> None:
-        """Until nothing is left to begin; after a signal, until running cells have saved."""
+        """Work until nothing is left to start; after a signal, until running cells have saved."""
         free: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
         for place in places:
             free.put(place)
@@ -155,11 +155,11 @@ class Runner:
                 free.put(place)
 
         with self.stoppable(*SIGNALS), ThreadPoolExecutor(len(places)) as pool:
-            list(pool.map(work_somewhere, cells))  # raises what a thread raised
+            list(pool.map(work_somewhere, cells))  # raises an exception of the thread
 
     @contextlib.contextmanager
     def stoppable(self, *numbers: signal.Signals) -> Iterator[None]:
-        """Meanwhile these signals only ask to stop."""
+        """In this block these signals only request a stop."""
         caught = list(numbers)
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup
             caught.remove(signal.SIGHUP)
@@ -173,8 +173,8 @@ class Runner:
     def _stop(self, number: int, frame: object) -> None:
         self.stopping = self.stopping or number
         name = signal.Signals(number).name
-        self._tell(f"{name}: what runs saves a checkpoint and ends; the same command continues")
+        self._tell(f"{name}: running cells save a checkpoint and end; the same command continues")
 
     def _tell(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # a terminal that is gone
+        with contextlib.suppress(OSError):  # the terminal was closed
             self.say(text)

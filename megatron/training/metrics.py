@@ -377,8 +377,10 @@ def _make_room(path: Path, resumed_at: int | None) -> None:
     if resumed_at is not None:
         with suppress(ValueError, KeyError):  # a damaged file is renamed
             *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
-            kept = [f"{line}\n" for line in lines if json.loads(line)["step"] <= resumed_at]
-            write_text(path, "".join(kept))
+            earlier_lines = [
+                f"{line}\n" for line in lines if json.loads(line)["step"] <= resumed_at
+            ]
+            write_text(path, "".join(earlier_lines))
             return
     copies = (path.with_name(f"metrics.{count}.jsonl") for count in itertools.count(1))
     path.rename(next(copy for copy in copies if not copy.exists()))

@@ -103,5 +103,5 @@ def test_a_lost_process_is_named(tmp_path, monkeypatch):
     next(ordered)
     for process in encoding.multiprocessing.active_children():
         process.kill()
-    with pytest.raises(UserError, match="--workers: a process that encodes has ended, killed or"):
+    with pytest.raises(UserError, match="--workers: an encoding process died \(killed or"):
         list(ordered)

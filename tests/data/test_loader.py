@@ -38,7 +38,7 @@ def test_with_repeat_the_samples_start_over_and_it_is_said_once_per_round(caplog
     with caplog.at_level(logging.WARNING):
         got = [next(stream) for _ in range(5)]
     assert numbers(got) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 0], [1, 2, 3, 4], [5, 6, 7, 8]]
-    assert caplog.messages == ["all 11 samples have been used: they start over"]
+    assert caplog.messages == ["all 11 samples have been used, starting over"]
 
 
 @pytest.mark.parametrize("start", [0, 6])
@@ -58,7 +58,7 @@ def test_the_random_numbers_of_the_run_are_left_alone():
 def test_too_few_samples_for_one_step_are_an_error():
     with pytest.raises(
         UserError,
-        match="11 samples are too few for one step of 4 on each of 3 ranks - prepare more text",
+        match="11 samples are not enough for one step of 4 on each of 3 ranks - prepare more text",
     ):
         batches(SAMPLES, 4, ranks=3)
 

@@ -41,7 +41,7 @@ def test_the_documents_follow_each_other_and_the_card_knows_all_sources(pair, ca
     at_once = write("at_once", FIRST + SECOND)
     for suffix in (".bin", ".idx"):
         assert Path(f"{output}{suffix}").read_bytes() == Path(f"{at_once}{suffix}").read_bytes()
-    assert "are whole (sha256 and vocabulary)" in verify(output)
+    assert "are undamaged (sha256 and vocabulary)" in verify(output)
     card = json.loads(Path(f"{output}.json").read_text())
     assert card["corpus"] == "a + b"
     assert card["tokenizer"] == TOKENIZER

@@ -78,7 +78,7 @@ def test_documents_keep_their_order_and_those_without_text_are_left_out(tmp_path
     parts = f"train {sum(sizes):,} tokens (4 documents), valid 0 tokens (0 documents), test 0 tok"
     assert f"split 949,50,1: {parts}" in summary
     verify_summary = run(["--verify", str(tokens.prefix)])
-    assert verify_summary.endswith("are whole (sha256 and vocabulary)")
+    assert verify_summary.endswith("are undamaged (sha256 and vocabulary)")
 
 
 def test_what_a_tokenizer_cannot_say_is_counted():
@@ -89,7 +89,7 @@ def test_what_a_tokenizer_cannot_say_is_counted():
     inner.add_special_tokens(["<|endoftext|>"])
     inner.save("t.json")
     summary = own(text, ".", "--vocab-file", "t.json")
-    assert "left out, text that is the unknown token: 2" in summary
+    assert "left out, text that became the unknown token: 2" in summary
 
 
 def test_what_was_prepared_from_something_else_is_kept_unless_overwritten(text):
@@ -99,7 +99,7 @@ def test_what_was_prepared_from_something_else_is_kept_unless_overwritten(text):
     other = Path("other.txt")
     other.write_text("other text")
     for source, words, message in (
-        (text, "--vocab_size=290", "prepared with other tokenizer - take another --name or -d"),
+        (text, "--vocab_size=290", "prepared with other tokenizer - choose another --name or -d"),
         (other, "-t CharLevelTokenizer", "prepared with other tokenizer and sources"),
     ):
         with pytest.raises(UserError, match=message):
@@ -117,7 +117,7 @@ def test_a_fault_leaves_everything_as_it_was(text, monkeypatch):
     bad = Path("bad.jsonl")
     cases = {
         '{"text": "fine"}\n{"text": \n': r"bad\.jsonl:2: cannot be read as JSON",
-        '{"text": ""}\n\n': "mine_text_document: no tokens to write - the input has no documents",
+        '{"text": ""}\n\n': "mine_text_document: there are no tokens to write - the input",
     }
 
     def full(file):

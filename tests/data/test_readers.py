@@ -119,11 +119,15 @@ def test_a_damaged_file_is_an_error_and_not_a_shorter_corpus():
     tar = packed({"a.txt": b"one", "b.txt": b"two"})
     cases = [
         ("c.jsonl.gz", gzip.compress(lines(TEXTS))[:-20], "Compressed file ended before"),
-        ("c.jsonl.gz", b"", "is empty, as no packed file is"),
+        ("c.jsonl.gz", b"", "is empty, which no compressed file is"),
         ("c.jsonl.zst", zstandard.compress(lines(TEXTS))[:-20], "inside its last zstd frame"),
         ("c.jsonl.zst", lines(TEXTS), "zstd decompressor error"),
         ("c.parquet", table(TEXTS)[:-20], "Parquet"),
-        ("c.parquet", table([None]), "row 1: has no text under 'text', it is {'text': None} - say"),
+        (
+            "c.parquet",
+            table([None]),
+            "row 1: has no text under 'text', it is {'text': None} - name",
+        ),
         ("c.json", b"[" * 10**5, "cannot be read as JSON in UTF-8 (maximum recursion"),
         ("c.tar", tar[:1024], "empty header"),
         ("c.tar", tar[:1100], "truncated header"),
@@ -193,7 +197,7 @@ def test_what_would_fill_the_memory_is_refused(monkeypatch):
         monkeypatch.setattr(readers, "LONGEST", 12)
         assert read(name, content)[0][1] == "123456789"
         monkeypatch.setattr(readers, "LONGEST", 11)
-        with pytest.raises(UserError, match=r":2: is longer than 0 MB, which would fill"):
+        with pytest.raises(UserError, match=r":2: is longer than 0 MB and would fill"):
             read(name, content)
     content = packed({"a.txt.zst": zstandard.compress(b"a" * 9000)})
     with pytest.raises(UserError, match=r"c\.tar: a\.txt\.zst: is longer than"):

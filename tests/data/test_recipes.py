@@ -124,7 +124,7 @@ def test_the_files_of_a_data_set_are_downloaded_once_at_one_commit(hub, prepare)
     hub.shutdown()  # now there is no network
     hub.server_close()
     done = prepare("mine")
-    assert "the tokens are not compared with the files of the network" in done.stderr
+    assert "the existing tokens were not compared with the files online" in done.stderr
     done = prepare("mine", "--overwrite")
     assert f"hf:{NAME}: cannot be read (" in done.stderr
     assert "--from-dir DIR, with data/train-*.jsonl in it" in done.stderr
@@ -147,7 +147,7 @@ def test_with_a_limit_only_the_files_that_it_needs_are_downloaded(hub, prepare):
     assert f"hf:{NAME}: has 2 of the 3 files - " in done.stderr
     write_recipe(by_hand="wget it")
     done = prepare("mine", "-d", "third")
-    assert "mine: is not on the hub - wget it; then start again" in done.stderr
+    assert "mine: is not on the hub - wget it; then try again" in done.stderr
     assert not Path("third").exists()
 
 
@@ -161,13 +161,13 @@ def test_files_at_hand_need_no_network(monkeypatch, caplog):
         return list(named("mine", Path("data"), from_dir=folder).documents())
 
     write_recipe(**TRAIN, at_hand=["*.jsonl"])
-    with pytest.raises(UserError, match=r"--from-dir: hand has no files of mine, which are data/"):
+    with pytest.raises(UserError, match=r"--from-dir: hand has no files of mine \(data/"):
         read()
     (folder / "deep" / "own.jsonl").write_bytes(lines("own"))
     assert read() == ["own"]
-    assert "mine: takes 1 files whose names fit" in caplog.text
+    assert "mine: using 1 files with matching names" in caplog.text
     (folder / "deep" / "train-0.jsonl").write_bytes(lines("copied"))
-    with pytest.raises(UserError, match="has 1 of the 2 files - get the others, or"):
+    with pytest.raises(UserError, match="has 1 of the 2 files - get the other files, or"):
         read()
     (folder / "train-1.jsonl").write_bytes(lines("too"))
     assert read() == ["copied", "too"]
@@ -191,7 +191,9 @@ def test_gpt2s_files_are_downloaded_and_must_be_openais(monkeypatch):
     for name, content in contents.items():
         Path(name).write_bytes(content)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda _, name: name)
-    with pytest.raises(UserError, match=r"its vocab\.json is not OpenAI's - copy GPT-2's vocab"):
+    with pytest.raises(
+        UserError, match=r"its vocab\.json is not OpenAI's file - copy GPT-2's vocab"
+    ):
         recipes.gpt2_files(Path("data"))
     sums = {
         f"gpt2-{name}": (name, hashlib.sha256(content).hexdigest())

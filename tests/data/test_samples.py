@@ -92,7 +92,7 @@ def test_parts_are_cut_where_the_reference_cuts_them_and_empty_ones_are_named(tm
             build_split(write(tmp_path / part, sizes), split, part, 4)
     with caplog.at_level(logging.WARNING):
         samples = build_split(write("c", [9, 5]), "1,1", "valid", 8, num_samples=2)
-    assert "the valid part has 5 tokens, samples of 8 repeat the same text" in caplog.text
+    assert "the valid part has only 5 tokens, so samples of 8 repeat the same text" in caplog.text
     for index in (len(samples), -1):
         with pytest.raises(IndexError, match=f"sample {index} of {len(samples)}"):
             samples[index]
@@ -133,7 +133,7 @@ def test_damaged_index_maps_are_built_anew(corpus, caplog):
     for name, damage in DAMAGES.items():
         damage(maps_folder(corpus) / f"{name}.npy")
         assert first(corpus) == expected
-        assert "are built anew" in caplog.text
+        assert "building the index maps" in caplog.text
         caplog.clear()
     assert first(corpus) == expected
     assert not caplog.text
@@ -144,4 +144,4 @@ def test_a_place_where_maps_cannot_be_kept_works_without(corpus, caplog):
     shutil.rmtree(corpus.prefix.parent / "corpus_index_maps")
     (corpus.prefix.parent / "corpus_index_maps").write_text("a file where the folder should be")
     assert first(corpus) == expected
-    assert "index maps are not kept, every start builds them anew" in caplog.text
+    assert "index maps cannot be stored, so every start builds them again" in caplog.text

@@ -81,5 +81,5 @@ def test_another_text_than_the_recipes_is_refused(installed):
 
     changed = right.model_copy(update={"sha256": "0" * 64})
     for name, recipe in (("ccc", changed), ("no_such_package", right)):
-        with pytest.raises(UserError, match=f"mine: needs the files of {name} 1.0, and others are"):
+        with pytest.raises(UserError, match=f"mine: needs the files of {name} 1.0, but others are"):
             list(Environment("mine", {name: recipe}).documents())

@@ -95,7 +95,9 @@ def test_a_damaged_index_is_recognised_wherever_the_damage_is(monkeypatch):
     """Which message each field of the header has is asked of the command (tests/bad_inputs)."""
     for firsts in ((1, 3), (0, 2, 1, 3), (0, 1, 2, 4)):
         write_bytes("c", [[1, 2], [3], [4]], firsts)
-        with pytest.raises(UserError, match="its document index does not rise from 0 to the num"):
+        with pytest.raises(
+            UserError, match="has a document index that does not rise from 0 to the num"
+        ):
             TokenFile.open("c")
     monkeypatch.setattr(token_index, "PIECE", 2)
     write_bytes("c", [[1], [2], [3], [4], [5]], range(6))
@@ -105,7 +107,7 @@ def test_a_damaged_index_is_recognised_wherever_the_damage_is(monkeypatch):
             damaged = bytearray(whole)
             damaged[place] ^= 0x80
             Path("c.idx").write_bytes(damaged)
-            with pytest.raises(UserError, match="its lengths and pointers disagree"):
+            with pytest.raises(UserError, match="has lengths and pointers that disagree"):
                 TokenFile.open("c")
 
 
@@ -123,8 +125,10 @@ def test_a_flipped_byte_in_either_file_is_noticed():
             with pytest.raises(UserError, match=r"c\.(bin|idx|json): "):
                 TokenFile.open("c")
         Path(f"c.{suffix}").write_bytes(whole)
-    assert verify("c").endswith("c: 2 documents, 3 tokens are whole (sha256 and range of uint16)")
-    assert verify(GOLDEN).endswith("are whole (range of uint16; PREFIX.json has no sha256)")
+    assert verify("c").endswith(
+        "c: 2 documents, 3 tokens are undamaged (sha256 and range of uint16)"
+    )
+    assert verify(GOLDEN).endswith("are undamaged (range of uint16; PREFIX.json has no sha256)")
 
 
 def test_the_tokenizer_that_wrote_a_file_is_told_from_another():
@@ -143,7 +147,7 @@ def test_the_tokenizer_that_wrote_a_file_is_told_from_another():
             tokens.check_tokenizer(ours)
     tokens = TokenFile.open(write("c", [[512]], overwrite=True))
     tokens.check_tokenizer(ours)
-    with pytest.raises(UserError, match="holds token 512, but the vocabulary ends at 511"):
+    with pytest.raises(UserError, match="has token 512, but the vocabulary ends at 511"):
         tokens.read(0)
 
 

@@ -278,7 +278,7 @@ def test_of_load_and_save_the_one_with_a_checkpoint_is_measured(home, tmp_path, 
     assert evaluate(given(tmp_path, home), f"load={nothing}", *words) == 0
     assert evaluate(given(tmp_path, home), f"load={home}/run", f"save={nothing}", *words) == 0
     assert evaluate(given(tmp_path, home), f"load={home}/run/global_step3", *words) == 1
-    both = r"load \(.*global_step3\) and save \(.*run\) both hold one - say which"
+    both = r"load \(.*global_step3\) and save \(.*run\) both have one - choose one with"
     assert re.search(both, capsys.readouterr().err)
 
 
@@ -303,7 +303,7 @@ def test_no_training_steps_measure_as_kerple_and_mep_do(home, folder, capsys):
     measure(load([file]))  # as train.py does
     assert "protocol paper" in capsys.readouterr().out
     assert evaluate(file, "eval_iters=0") == 1
-    assert "eval_iters: 0 batches are nothing to measure" in capsys.readouterr().err
+    assert "eval_iters: 0 batches leave nothing to measure" in capsys.readouterr().err
 
 
 # --- Protocols and variants ---
@@ -481,16 +481,16 @@ def test_what_cannot_be_evaluated_is_one_message_and_writes_nothing(home, folder
     text(folder / "high", ends=False, tokenizer=many, most=201)
     file, run_folder = given(folder, home), f"--checkpoint {home}/run"
     cases = {
-        f"{file} data_path={folder}/other": "by HFTokenizer bbbb, .* learned with HFTokenizer aaaa",
-        f"{file} data_path={folder}/high": r"holds token 200, .* knows the tokens 0 to 127",
+        f"{file} data_path={folder}/other": "by HFTokenizer bbbb, .* trained with HFTokenizer aaaa",
+        f"{file} data_path={folder}/high": r"has token 200, .* knows the tokens 0 to 127",
         f"{run_folder} --step 6 data_path={folder}/endless": "reset_attention_mask: the documents",
         f"{file} --window wide": "argument --window: wide is not .* 16,777,216, or none, or train_",
         f"{file} --method rerop": "--method rerop: no such method; did you mean rerope",
-        f"{file} --method longrope": "--method longrope: give factor= too",
-        f"{file} --logn-scale yes": "argument --logn-scale: yes: give on or off",
+        f"{file} --method longrope": "--method longrope: factor= is missing",
+        f"{file} --logn-scale yes": "argument --logn-scale: yes: must be on or off",
         f"{run_folder} --step 4 --sinks 2 --clip-distance 5 --method rerope rerope,window=17": (
             "--sinks 2: without a window(.|\\n)*--clip-distance 5: rotary has no table by distance"
-            "(.|\\n)*rerope,window=8: has no meaning beside blockwise"
+            "(.|\\n)*rerope,window=8: has no meaning with blockwise"
         ),
     }
     for words, message in cases.items():

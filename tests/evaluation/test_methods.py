@@ -118,7 +118,11 @@ def test_an_encoding_refuses_a_method_or_decodes_with_it_in_pieces_as_in_a_whole
 
 def test_a_layer_that_cannot_is_named():
     for names, variant, message in (
-        ("[rotary, alibi]", "self_extend", "self_extend,window=20,group=3: alibi cannot have it"),
+        (
+            "[rotary, alibi]",
+            "self_extend",
+            "self_extend,window=20,group=3: alibi does not support it",
+        ),
         (
             "[rotary: {scaling: linear}]",
             "yarn",
@@ -126,8 +130,8 @@ def test_a_layer_that_cannot_is_named():
         ),
         ("[{sum: {parts: [rope: {scaling: llama3}]}}]", "dynamic_ntk", "scaling: llama3"),
         ("[rotary, rotary: {scaling: ntk}]", "yarn", "stretched already .scaling: ntk.; take"),
-        ("[nope, alibi]", "yarn", "none or alibi do not turn queries and keys"),
-        ("[rotary, fire]", "sinks", "fire cannot have it: its scores depend on more"),
+        ("[nope, alibi]", "yarn", "none or alibi do not rotate queries and keys"),
+        ("[rotary, fire]", "sinks", "fire does not support it: its scores depend on more"),
     ):
         with pytest.raises(UserError, match=message):
             with_method(model("rotary", f"pos_emb_layers={names}"), variant)
@@ -202,38 +206,38 @@ REFUSED = (
     ({"sinks": 4}, ["--sinks 4: without a window all keys are visible; give --window too"]),
     ({"clip_distance": 9}, ["--clip-distance 9: rotary has no table by distance; for"]),
     ({"method": "rerop"}, ["--method rerop: no such method; did you mean rerope?"]),
-    ({"method": "rerope,window=49"}, ["window=49 is not within 1 … 48"]),
-    ({"method": "rerope,window=4.5"}, ["window=4.5 is wrong; give window=int"]),
-    ({"method": "self_extend"}, ["--method self_extend: give group= too; it has no default"]),
+    ({"method": "rerope,window=49"}, ["window=49 must be between 1 and 48"]),
+    ({"method": "rerope,window=4.5"}, ["window=4.5 is not valid; write window=int"]),
+    ({"method": "self_extend"}, ["--method self_extend: group= is missing and has no default"]),
     (
         {"method": "longrope,factor=4,factors=of_two"},
-        ["rotary cannot have it: long_factor: 2 numbers are given; give 4 numbers, one for"],
+        ["rotary does not support it: long_factor: 2 numbers are given; give 4 numbers, one for"],
     ),
-    ({"method": "leaky_rerope,factor=nan"}, ["factor=nan is not within 1 … 16777216"]),
-    ({"method": "dual_chunk,chunk=20,limit=19"}, ["limit=19 is not within 20 … 16777216"]),
-    ({"method": "string,window=9,local=10"}, ["local=10 is not within 1 … 9"]),
-    ({"method": "string,attention_factor=0"}, ["attention_factor=0.0 is not within 0.01 …"]),
+    ({"method": "leaky_rerope,factor=nan"}, ["factor=nan must be between 1 and 16777216"]),
+    ({"method": "dual_chunk,chunk=20,limit=19"}, ["limit=19 must be between 20 and 16777216"]),
+    ({"method": "string,window=9,local=10"}, ["local=10 must be between 1 and 9"]),
+    ({"method": "string,attention_factor=0"}, ["attention_factor=0.0 must be between 0.01 and"]),
     (
         {"method": "dual_chunk", "window": 47},
-        ["chunk=30,limit=36,attention_factor=1: has no meaning beside"],
+        ["chunk=30,limit=36,attention_factor=1: has no meaning with"],
     ),
-    ({"method": "clipped_rope"}, ["--method clipped_rope: give clipped= too"]),
+    ({"method": "clipped_rope"}, ["--method clipped_rope: clipped= is missing"]),
     (
         {"method": "clipped_rope,clipped=5"},
-        ["rotary cannot have it: clipped: 5 is not between 1 and 4"],
+        ["rotary does not support it: clipped: 5 is not between 1 and 4"],
     ),
-    ({"method": "lm_infinite,sinks=0,limit=3"}, ["sinks=0 is not within 1"]),
+    ({"method": "lm_infinite,sinks=0,limit=3"}, ["sinks=0 must be between 1"]),
     (
         {"method": "rerope", "window": 24, "sinks": 2, "clip_distance": 3, "blockwise": True},
         [
             "--clip-distance 3: rotary has no table",
             "--sinks 2: excludes --method rerope",
-            "--method rerope,window=24: has no meaning beside blockwise, --clip-distance or this",
+            "--method rerope,window=24: has no meaning with blockwise, --clip-distance or this",
         ],
     ),
     (
         {"method": "rerope", "reset_attention_mask": True},
-        ["--method rerope,window=24: reads a text as one document; set reset_attention_mask"],
+        ["--method rerope,window=24: treats a text as one document; set reset_attention_mask"],
     ),
 )
 

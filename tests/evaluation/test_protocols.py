@@ -155,7 +155,7 @@ def test_a_request_is_checked_before_there_is_a_text(tokens):
     for name in PROTOCOLS:
         protocol_of(name, SMALL).check(Request([16, 64], 512))
     for name in ("tail", "sliding", "position", "equal_tokens"):
-        with pytest.raises(UserError, match=r"one window of length 64 needs 64 tokens to predict"):
+        with pytest.raises(UserError, match=r"a window of length 64 needs 64 tokens to predict"):
             protocol_of(name, SMALL).check(Request([16, 64], 63))
 
 
@@ -246,6 +246,6 @@ def test_a_length_without_a_perplexity_says_why_and_a_large_batch_what_helps(tok
         assert (row["perplexity"], row["reason"], row["tokens"]) == (None, reason, 512)
         assert row["loss"] == (800.0 if model.loss == 800.0 else None)
     model.loss = torch.OutOfMemoryError("CUDA out of memory")
-    with pytest.raises(UserError, match=r"eval_batch_tokens: 4 x 16 tokens do not fit .* smaller"):
+    with pytest.raises(UserError, match=r"eval_batch_tokens: 4 x 16 tokens do not fit .* lower it"):
         measured(model, windows, batch_tokens=64)
     assert model.training, "the model is left as it was"

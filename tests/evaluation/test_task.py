@@ -95,12 +95,12 @@ def test_a_row_says_which_problems_and_has_the_loss_of_the_plain_formula(trained
     [
         (
             "evaluate.py --protocol tail",
-            "--protocol: task:flip_flop is a task, which protocol task",
+            "--protocol: task:flip_flop is a task, which only the protocol task",
         ),
         ("evaluate.py data_path=task:copy", "data_path: task:copy was written by task"),
         ("evaluate.py --lengths 2", "a window of 2 tokens is too short for task:flip_flop, whose"),
-        ("evaluate.py --tasks x", "learned a task, which has no tokenizer for texts"),
-        ("generate.py --prompt w", "learned a task, which has no tokenizer for texts"),
+        ("evaluate.py --tasks x", "was trained on a task, which has no tokenizer for text"),
+        ("generate.py --prompt w", "was trained on a task, which has no tokenizer for text"),
     ],
 )
 def test_what_needs_a_text_is_refused(trained, command, message):

@@ -28,7 +28,7 @@ def test_every_encoding_decodes_in_pieces_as_in_one_pass_or_is_refused(name):
     position = position_from_config(load([], [*MODEL[:4], *words]))
     keys_of_heads = not position.grouped_queries or position.score_width != 1
     if keys_of_heads or position.heads_per_query != 1:
-        with pytest.raises(UserError, match="layers: mla cannot have"):
+        with pytest.raises(UserError, match="layers: mla does not work with"):
             model(*words)
         return
     gpt = model(*words)
@@ -57,5 +57,5 @@ def test_documents_windows_and_sinks_act_as_on_each_document_alone():
 def test_methods_that_move_tokens_are_refused():
     gpt = model("pos_emb=rotary")
     gpt.use_attention(MeasuredAttention(method="rerope,window=11"))
-    with pytest.raises(UserError, match="method: mla layers have none"):
+    with pytest.raises(UserError, match="method: does not work with mla layers"):
         gpt(torch.zeros(1, 30, dtype=torch.long))

@@ -76,7 +76,7 @@ def test_a_package_is_imported_when_a_configuration_names_what_it_brings(package
     [
         (["layers=[mean, attention]"], "layers: no layer is called 'mean'"),
         (["pos_emb=still"], "pos_emb: no encoding is called 'still'"),
-        (["layer_args={v_head_dim: 3}"], r"v_head_dim: none of the layers \(attention\) takes it"),
+        (["layer_args={v_head_dim: 3}"], r"v_head_dim: no layer \(attention\) has this option"),
         (["layers=mla", "v_head_dim=far"], "v_head_dim: 'far' is not a whole number from 1 to"),
     ],
 )

@@ -90,7 +90,7 @@ def test_a_rank_that_ends_or_is_silent_is_one_message(monkeypatch):
     monkeypatch.setattr(grid, "HEAD_START", 0)
     monkeypatch.setattr(grid.torch.distributed, "is_initialized", lambda: True)
     for words in ("Connection closed by peer", "Timed out waiting 1800000ms for recv"):
-        with pytest.raises(UserError, match=r"does not answer, .* start"), grid.left_at_the_end():
+        with pytest.raises(UserError, match=r"does not answer; .* start"), grid.left_at_the_end():
             raise RuntimeError(words)
 
 

@@ -159,7 +159,7 @@ def test_a_cell_is_worked_on_only_while_somebody_holds_its_lock(path, cell, tmp_
         assert shown() == "training at step 0 of 10"
         done = call("tools/sweep.py", "run", *words, "--only", "data=good")
         assert done.returncode == 1
-        assert "good-1: another process is at work on it" in done.stdout
+        assert "good-1: another process is working on it" in done.stdout
         missing = ["1 of 1 cells are missing:", "  good-1: training at step 0 of 10"]
         assert done.stderr.splitlines() == missing
     checkpoint(cell, 5)

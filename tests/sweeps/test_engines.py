@@ -240,10 +240,10 @@ def test_a_launcher_that_cannot_start_is_one_message(tmp_path, corpus, monkeypat
         " - pip install 'ray>=2.60,<3'",
         "slurm --launcher-args time=60": "--launcher slurm: import of submitit halted; None in"
         " sys.modules - pip install 'submitit>=1.5.4,<2'",
-        "slurm --launcher-args time=1-0": "--launcher slurm: give the limit of one job,"
-        " --launcher-args time=MINUTES",
-        "local --launcher-args num_gpus=1": "--launcher-args: takes KEY=VALUE, for --launcher ray"
-        " and slurm",
+        "slurm --launcher-args time=1-0": "--launcher slurm: set the time limit of a"
+        " job with --launcher-args time=MINUTES",
+        "local --launcher-args num_gpus=1": "--launcher-args: needs KEY=VALUE, and --launcher ray"
+        " or slurm",
     }
     for words, fault in faults.items():
         options = ["--only", "data=good", "--launcher", *words.split()]

@@ -80,7 +80,7 @@ def test_the_commands_run_in_their_order_without_any_other_edit(folder, forks, c
             words.append(f"data_path={corpus}")
         outputs.append(succeed(run, words))
     checked, plotted, trained, evaluated, learned = outputs
-    assert "0 fail: the encoding keeps what it must" in checked
+    assert "0 fail: the encoding has all properties that it must have" in checked
     assert "soft_window.svg" in plotted
     assert (folder / "learned.svg").exists()
     assert "soft_window: " in trained

@@ -32,7 +32,7 @@ def test_every_key_is_shown_with_its_value_origin_and_meaning(capsys, tmp_path):
         "  optimizer.params.lr: 0.0003    [command line]\n",
         "  num_key_value_heads: 12    [default, follows num_attention_heads]\n",
         "-p · log(1 + a·d)",
-        "notes: what was converted, dropped, or has no effect\n",
+        "notes: keys that were converted or dropped, or that have no effect\n",
         "  bias_gelu_fusion: accepted, has no effect here",
     ):
         assert line in printed
@@ -96,7 +96,7 @@ def test_published_files_in_todays_spelling_are_the_same_run_and_no_kernels_are_
         if after.position.pos_emb != "mep":
             assert after.position == before.position
         if experiment is UNKNOWN:
-            assert "not say which were meant: the released code has no sigmoid" in printed
+            assert "not say which kernels were used: the released code has no sigmoid" in printed
     assert after.position.pos_emb_args == {"kernels": ["exp", "tanh", "gaussian"]}
     assert "# pos_emb: these kernels were derived from the file's name; check them\n" in printed
     assert main([str(files[0]), "-o", output]) == 1  # nothing is replaced

@@ -36,7 +36,7 @@ def test_whole_checkpoints_are_shown_and_damage_is_named_with_status_1(corpus, t
     shown = capsys.readouterr().out.splitlines()
     for line in (
         f"{weights}: was changed after it was written",
-        f"left over by a process that died: {run}/partial_step12",
+        f"left behind by a process that died: {run}/partial_step12",
     ):
         assert line in shown
 
@@ -57,11 +57,11 @@ def test_the_text_and_the_numbers_of_a_token_file_name_what_is_there(capsys, tmp
     text = capsys.readouterr().out
     for words in (
         f"c (cats)\n3 documents, {len(''.join(TEXTS)) + 3:,} tokens (uint16) of CharLevel",
-        "Each document ends with token 0, which no length below counts.",
+        "Each document ends with token 0, which the lengths below don't include.",
         "bytes: 1.00 bytes per token.",
         f"Lengths: shortest 0, median 8, mean 483, longest {len(TEXTS[2]):,}",
         "split 2,1,0: train 10 tokens (2 documents), valid 1,441 tokens (1 documents), test 0",
-        "--- document 0, 9 tokens, begins ---\n116 104 101 32 99 97 116 10 0",
+        "--- document 0, 9 tokens, begins with ---\n116 104 101 32 99 97 116 10 0",
     ):
         assert words in text
     Path("c.json").unlink()

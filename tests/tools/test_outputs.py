@@ -76,8 +76,8 @@ def test_another_file_a_folder_and_an_input_stay_as_they_are(command):
         done = run(path, input=path if content != FOREIGN else ROWS)
         assert done.returncode == 1
         assert done.stderr == (
-            f"--output: {path} exists and is no output that may be replaced - choose another"
-            " name, or remove it\n"
+            f"--output: {path} exists and is not an earlier output of this command - choose"
+            " another name, or remove it\n"
         )
         assert path.read_bytes() == content
     path.unlink()

@@ -145,9 +145,9 @@ def test_numbers_of_the_last_step_that_a_signal_or_a_kill_leaves_out_are_complet
     ("word", "message"),
     [
         ("extrapolation={protocol: tails}", "extrapolation: --protocol: invalid choice: 'tails'"),
-        ("extrapolation={step: 4}", "extrapolation: step: the training gives it - drop it"),
+        ("extrapolation={step: 4}", "extrapolation: step: the training sets it - remove it"),
         ("extrapolation={protocol: tail}", "extrapolation: --tail 256: must be 1 to 32"),
-        ("eval_tokens=64", "eval_lengths: one window of length 128 needs 128 tokens to predict"),
+        ("eval_tokens=64", "eval_lengths: a window of length 128 needs 128 tokens to predict"),
         ("extrapolation={tail: 16}", "extrapolation: --tail: is read by --protocol tail"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Where the text of a corpus comes from: recipes, downloads, packages that are installed."""
+"""Where the text of a corpus comes from: recipes, downloads, installed packages."""

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: files of a data set, and any data set as a stream without files."""
+"""The Hugging Face hub: files of a data set, or any data set as a stream."""
 
 import hashlib
 import itertools
@@ -12,24 +12,24 @@ from megatron.errors import UserError, in_words
 
 @contextmanager
 def asking(name: str, fix: str) -> Iterator[None]:
-    """Raise UserError "hf:NAME: cannot be read (reason) - fix" where the hub fails."""
+    """Raise UserError "hf:NAME: cannot be read (reason) - fix" if the hub fails."""
     try:
         yield
     except UserError:
         raise
-    except Exception as fault:  # httpx, datasets and the libraries of each kind of file have many
+    except Exception as fault:  # httpx, datasets and the file format libraries raise many kinds
         if isinstance(fault, OSError) and fault.errno is not None:  # of the disk
             raise
         raise UserError(f"hf:{name}: cannot be read ({in_words(fault)[:300]}) - {fix}") from None
 
 
 class HubStream(Corpus):
-    """The corpus of a data set of the hub. No script of it is run.
+    """The corpus of a data set on the hub. Its scripts are never run.
 
     config: one of its configurations; split: train, validation, test …; text_key: the columns
-        that hold the text, the first that a row has
-    revision: a branch, tag or commit; documents: so many at most
-    Raises UserError: no network, no such data set, configuration, split or column.
+        that hold the text; the first that a row has is used
+    revision: a branch, tag or commit; documents: the largest number of documents
+    Raises UserError if there is no network, or no such data set, configuration, split or column.
     """
 
     fix = (
@@ -57,12 +57,12 @@ class HubStream(Corpus):
             self.about["documents_limit"] = documents
         from huggingface_hub import HfApi
 
-        with asking(dataset, self.fix):  # the same commit is read from beginning to end
+        with asking(dataset, self.fix):  # always read the same commit
             self.commit = HfApi().dataset_info(dataset, revision=revision).sha
 
     def documents(self) -> Iterator[str]:
         """The text of each row, in the order of the files."""
-        from datasets import load_dataset  # it takes seconds to import
+        from datasets import load_dataset  # importing it takes seconds
 
         with asking(self.dataset, self.fix):
             rows = load_dataset(
@@ -72,7 +72,7 @@ class HubStream(Corpus):
                 yield text_of(row, self.keys, f"hf:{self.dataset}: row {number}")
 
     def sources(self) -> list[dict]:
-        """The data set with its commit, which fixes the text."""
+        """The data set at its commit, which fixes the text."""
         entry = {
             "dataset": self.dataset,
             "split": self.split,
@@ -81,6 +81,6 @@ class HubStream(Corpus):
             "revision": self.revision,
             "commit": self.commit,
         }
-        # Of what was asked for: a stream has no file whose bytes could be summed.
+        # The sum of the request, because a stream has no file whose bytes we could sum.
         described = json.dumps(entry, sort_keys=True).encode()
         return [entry | {"sha256": hashlib.sha256(described).hexdigest()}]

@@ -1,4 +1,4 @@
-"""Corpora that are known by name: each has a recipe, which is data (configs/corpora/NAME.yml)."""
+"""Named corpora: each one has a recipe, a YAML file (configs/corpora/NAME.yml)."""
 
 import itertools
 import logging
@@ -31,19 +31,19 @@ GPT2_FILES = {
         "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     ),
 }
-"""The names that GPT-NeoX gives OpenAI's files: their names on the hub, and their sha256."""
+"""For GPT-NeoX's names of OpenAI's files: their names on the hub, and their sha256."""
 
 
 class Recipe(BaseModel):
     """The contents of a recipe's file.
 
-    about: what the corpus is; is_not: what it could be taken for, and is not
-    size: how large, in words, where that was looked up
+    about: what the corpus is; is_not: what it might be confused with
+    size: how large it is, in words, if we know
     packages: installed packages whose source is the corpus
     hub, files: a data set of the hub, and the patterns of its files; count: how many these are
-    by_hand: a command that downloads the files into DIR, where the hub has none
-    at_hand: patterns of files that --from-dir takes where it does not have `files`
-    text_key: what holds the text; keep: only entries with this value under this key
+    by_hand: a command that downloads the files into DIR, if they are not on the hub
+    at_hand: patterns of files that --from-dir accepts if there are no `files`
+    text_key: the key of the text; keep: use only entries with this value under this key
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -63,8 +63,8 @@ class Recipe(BaseModel):
 
 
 def read_recipe(name: str) -> Recipe:
-    """The recipe of a name; UserError for a file that is not one."""
-    # Here, because torch comes with it: a second that text without a recipe need not wait.
+    """The recipe with a name; UserError for a file that is not a recipe."""
+    # Imported here because it imports torch: text without a recipe need not wait a second.
     from megatron.config.yaml_files import read_file
 
     path = RECIPES / f"{name}.yml"
@@ -72,7 +72,7 @@ def read_recipe(name: str) -> Recipe:
         return Recipe.model_validate(read_file(path))
     except ValueError as fault:
         reason = " ".join(str(fault).split())[:300]
-        raise UserError(f"{path}: {reason} - correct the recipe") from None
+        raise UserError(f"{path}: {reason} - fix the recipe") from None
 
 
 def corpus_names() -> list[str]:
@@ -86,22 +86,23 @@ def named(
     from_dir: Path | None = None,
     documents: int | None = None,
 ) -> Corpus:
-    """The corpus of a name; UserError for one that is not known.
+    """The corpus with a name; UserError if there is none.
 
     data_dir: where its downloads are kept
-    from_dir: take files from here, and download nothing
-    documents: take so many at most, and download no more files than they need
+    from_dir: use the files in this folder, and download nothing
+    documents: use at most this many, and download no more files than they need
     """
     names = corpus_names()
     if name not in names:
-        guess = f"{did_you_mean(name, names)} Known are {', '.join(names)}".strip()
+        guess = f"{did_you_mean(name, names)} The corpora are {', '.join(names)}".strip()
         raise UserError(
-            f"{name}: there is no corpus of this name - {guess}; for a data set of the"
-            " Hugging Face hub write hf:OWNER/NAME; for"
-            f" your own text use --input FILE --name {name}"
+            f"{name}: there is no corpus with this name - {guess}; for a data set on the Hugging"
+            f" Face hub write hf:OWNER/NAME; for your own text use --input FILE --name {name}"
         )
     if name in MADE_HERE and (from_dir or documents):
-        raise UserError(f"{name}: is made here, whole - leave --from-dir and --documents away")
+        raise UserError(
+            f"{name}: is always generated as a whole - remove --from-dir and --documents"
+        )
     if name == "repeats":
         return Repeats()
     recipe = read_recipe(name)
@@ -116,23 +117,23 @@ def listing() -> str:
     width = max(map(len, names))
     lines = []
     for name in names:
-        about = "made here | random words again and again, to be mixed into other text"
+        about = "generated | random words that repeat, to be mixed into other text"
         if name != "repeats":
             recipe = read_recipe(name)
             what = f"{recipe.about}; not {recipe.is_not}" if recipe.is_not else recipe.about
             size = "made here" if recipe.packages else recipe.size
             about = f"{size} | {what}"
             if not recipe.packages:
-                about += f" | {recipe.hub or 'to download by hand'}"
+                about += f" | {recipe.hub or 'download it yourself'}"
         lines.append(f"{name:{width}} | {about}")
     return "\n".join(lines)
 
 
 class FromRecipe(Files):
-    """The corpus of a recipe with files, which are downloaded unless they are in `from_dir`.
+    """The corpus of a recipe with files, which are downloaded unless `from_dir` has them.
 
-    data_dir: its folder `download` keeps the files, so that corpora share them
-    Raises UserError: the hub does not answer, or has other files than the recipe says.
+    data_dir: its folder `download` keeps the files, so corpora can share them
+    Raises UserError if the hub doesn't answer, or if its files differ from the recipe's.
     """
 
     def __init__(
@@ -154,11 +155,12 @@ class FromRecipe(Files):
             self.about["documents_limit"] = documents
 
     def documents(self) -> Iterator[str]:
-        """The text of every document; with a limit files are downloaded when they are needed."""
+        """The text of every document; if there is a limit, files are downloaded when they are
+        needed."""
         yield from itertools.islice(super().documents(), self.limit)
 
     def needed(self) -> Iterable[Path]:
-        """The files on this machine; with a limit each is downloaded when it is its turn."""
+        """The files on this machine; if there is a limit, each is downloaded when it is needed."""
         if self.from_dir is not None:
             self.paths = self.paths or at_hand(self.name, self.recipe, self.from_dir)
             return super().needed()
@@ -171,12 +173,13 @@ class FromRecipe(Files):
         """The newest commit of the data set, and the names of the files."""
         recipe = self.recipe
         fix = (
-            "start again where there is a network (what came is kept), or take files at hand:"
-            f" --from-dir DIR, with {' or '.join([*recipe.files, *recipe.at_hand][:4])} in it"
+            "try again with a network connection (finished downloads are kept), or use files that"
+            f" you have: --from-dir DIR, with {' or '.join([*recipe.files, *recipe.at_hand][:4])}"
+            " in it"
         )
         if recipe.hub is None:
             raise UserError(f"{self.name}: is not on the hub - {recipe.by_hand}; then {fix}")
-        from huggingface_hub import HfApi  # here, because it takes long to import
+        from huggingface_hub import HfApi  # here, because importing it takes long
 
         with asking(recipe.hub, fix):
             dataset = HfApi().dataset_info(recipe.hub)
@@ -185,11 +188,11 @@ class FromRecipe(Files):
         return dataset.sha, names
 
     def _download(self, name: str, commit: str | None) -> Path:
-        """A file of the data set; one that is here is only compared with the hub's."""
+        """A file of the data set; an existing copy is only compared with the hub's."""
         from huggingface_hub import hf_hub_download
 
         hub = str(self.recipe.hub)
-        with asking(hub, "start the same command again, which continues, or use --from-dir"):
+        with asking(hub, "run the same command again to continue, or use --from-dir"):
             path = hf_hub_download(
                 hub, name, repo_type="dataset", revision=commit, local_dir=self.downloads
             )
@@ -197,41 +200,42 @@ class FromRecipe(Files):
 
 
 def check_count(names: Sequence[str], recipe: Recipe, place: str, fix: str) -> None:
-    """Raise UserError unless there are as many files as the recipe says."""
+    """Raise UserError unless the number of files is the recipe's."""
     if not names or recipe.count not in (None, len(names)):
         raise UserError(f"{place}: has {len(names)} of the {recipe.count} files - {fix}")
 
 
 def at_hand(name: str, recipe: Recipe, folder: Path) -> list[Path]:
-    """The files of a corpus in a folder; UserError if they are not there, or not all.
+    """The files of a corpus in a folder; UserError if some or all are missing.
 
-    Files under the names of the data set go first, then those of `at_hand`.
+    Files with the data set's own names come first, then those of `at_hand`.
     """
     files = {path.relative_to(folder).as_posix(): path for path in files_in(folder)}
     names = matching(files, recipe.files)
     if names:
-        fix = f"get the others, or prepare these as --input {folder} --name {name}-part"
+        fix = f"get the other files, or prepare these as --input {folder} --name {name}-part"
         check_count(names, recipe, f"--from-dir: {folder}", fix)
         return [files[path] for path in names]
     names = matching(files, recipe.at_hand)
     if not names:
         raise UserError(
-            f"--from-dir: {folder} has no files of {name}, which are"
-            f" {' or '.join([*recipe.files, *recipe.at_hand])} - look for them there, or prepare"
+            f"--from-dir: {folder} has no files of {name}"
+            f" ({' or '.join([*recipe.files, *recipe.at_hand])}) - check the folder, or prepare"
             f" your own text: --input {folder} --name {name}"
         )
     log.warning(
-        "%s: takes %d files whose names fit, from %s to %s; the recipe cannot check them",
+        "%s: using %d files with matching names, from %s to %s; the recipe cannot verify them",
         *(name, len(names), files[names[0]], files[names[-1]]),
     )
     return [files[path] for path in names]
 
 
 def matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
-    """The names that fit a pattern, by the first that each fits, and then by name.
+    """The names that match a pattern, sorted by their first matching pattern, then by name.
 
-    A pattern fits the end of a path. Where none does, patterns lose their folders, so that files
-    may have been copied anywhere; where one does, a file of another folder is another file.
+    A pattern matches the end of a path. If nothing matches, folders in patterns are ignored,
+    because files may have been copied anywhere. If something matches, a file in another folder is
+    another file.
     """
     names = sorted(names)
     without_folders = [pattern.rpartition("/")[2] for pattern in patterns]
@@ -243,9 +247,9 @@ def matching(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
 
 
 def gpt2_files(data_dir: Path) -> list[Path]:
-    """gpt2-vocab.json and gpt2-merges.txt in the data folder; those that are there are kept.
+    """gpt2-vocab.json and gpt2-merges.txt in the data folder; existing files are kept.
 
-    UserError if one cannot be had.
+    UserError if one is not available.
     """
     paths = []
     for local_name, (name, sha256) in GPT2_FILES.items():
@@ -262,7 +266,7 @@ def gpt2_files(data_dir: Path) -> list[Path]:
         with asking(GPT2, fix):
             copy = Path(hf_hub_download(GPT2, name))
         if sha256_of(copy) != sha256:
-            raise UserError(f"hf:{GPT2}: its {name} is not OpenAI's - {fix}")
+            raise UserError(f"hf:{GPT2}: its {name} is not OpenAI's file - {fix}")
         with atomic_write(path) as temporary:
             shutil.copyfile(copy, temporary)
     return paths

@@ -1,4 +1,4 @@
-"""The kinds of tokenizers, by the names that GPT-NeoX gives them."""
+"""The kinds of tokenizers, by GPT-NeoX's names."""
 
 import base64
 import hashlib
@@ -25,7 +25,8 @@ from megatron.files import ROOT
 
 
 class Bytes(Tokenizer):
-    """The bytes of UTF-8: a vocabulary of 512 although there are 256 bytes; 0 ends a document."""
+    """The bytes of UTF-8; the vocabulary has 512 entries although there are 256 bytes; 0 ends a
+    document."""
 
     name = "CharLevelTokenizer"
     vocab_size = 512
@@ -44,13 +45,13 @@ class Bytes(Tokenizer):
         return bytes(byte for byte in ids if byte < 256).decode(errors="replace")
 
 
-# --- Files of ranks ---
+# --- Tiktoken's files of ranks ---
 
 
 class PublishedRanks(NamedTuple):
     """A vocabulary that OpenAI published.
 
-    pattern: splits a text; eod: the id of <|endoftext|>; size: the highest id + 1
+    pattern: how a text is split; eod: the id of <|endoftext|>; size: the highest id + 1
     sha256: of the file of ranks
     """
 
@@ -62,17 +63,17 @@ class PublishedRanks(NamedTuple):
 
 @cache
 def published_ranks() -> dict[str, PublishedRanks]:
-    """The vocabularies by name: the facts of tiktoken's own table."""
+    """The vocabularies by name, with the facts of tiktoken's own table."""
     rows = json.loads((ROOT / "configs/tokenizers/tiktoken.json").read_text(encoding="utf-8"))
     return {name: PublishedRanks(**row) for name, row in rows.items()}
 
 
 class Ranks(Tokenizer):
-    """The tokenizer of PATTERN.tiktoken, as published, or of your own NAME.PATTERN.tiktoken.
+    """The tokenizer of a published PATTERN.tiktoken, or of your own NAME.PATTERN.tiktoken.
 
-    tiktoken fetches such files from a network by their names; here nothing is fetched. In a file of
-    your own <|endoftext|> is the number after the highest rank. Special tokens are text in
-    documents. UserError for an unknown pattern and for files that are damaged.
+    Unlike tiktoken, we never download such files. In your own file, <|endoftext|> is the number
+    after the highest rank. Special tokens in documents are plain text. UserError for an unknown
+    pattern and for damaged files.
     """
 
     name = "TiktokenTokenizer"
@@ -86,14 +87,14 @@ class Ranks(Tokenizer):
         published = known_patterns.get(pattern)
         if published is None:
             raise UserError(
-                f"vocab_file: the name of {path} does not say its pattern, and nothing is fetched -"
-                " give PATTERN.tiktoken as published, or your own mine.PATTERN.tiktoken, of one of"
-                f" {', '.join(known_patterns)}"
+                f"vocab_file: the name of {path} must contain its pattern - name it"
+                " PATTERN.tiktoken if it is published, or mine.PATTERN.tiktoken if it is your own,"
+                f" where PATTERN is one of {', '.join(known_patterns)}"
             )
         content = read_bytes(path, "vocab_file")
         ranks = {}
-        fix = f"copy it again, or call a vocabulary of your own mine.{path.name}"
-        with naming_faults(f"vocab_file: {path} is not the file of ranks that it should be", fix):
+        fix = f"copy it again, or, if it is your own vocabulary, rename it to mine.{path.name}"
+        with naming_faults(f"vocab_file: {path} is not the expected file of ranks", fix):
             if not is_own and hashlib.sha256(content).hexdigest() != published.sha256:
                 raise ValueError("not the published one")
             for line in filter(None, content.splitlines()):
@@ -105,7 +106,7 @@ class Ranks(Tokenizer):
         if is_own:
             self.eod = max(ranks.values()) + 1
             self.vocab_size = self.eod + 1
-        # The hash names the pattern too: the same ranks with another one give other ids.
+        # The hash includes the pattern: the same ranks with another pattern give other ids.
         self.hash = hash_of(content, published.pattern)
         self._inner = tiktoken.Encoding(
             stem,
@@ -134,12 +135,12 @@ class Ranks(Tokenizer):
 
 
 class SentencePieces(Tokenizer):
-    """The tokenizer of a SentencePiece model, without begin and end of a sentence.
+    """The tokenizer of a SentencePiece model, without begin-of-sentence and end-of-sentence tokens.
 
-    <|endoftext|> ends a document where the model has it, else its end of a sentence, usually </s>.
-    Most models normalise the text (NFKC, spaces): `decode` gives back the normalised one, and
-    pieces do not say how many bytes they are.
-    UserError for a model without an end and for files that are not models.
+    Documents end with <|endoftext|> if the model has it, else with its end of a sentence, usually
+    </s>. Most models normalise the text (NFKC, spaces): `decode` returns the normalised text, and
+    pieces don't tell how many bytes they had. UserError for a model without an end token and for
+    files that are not models.
     """
 
     name = "SPMTokenizer"
@@ -147,14 +148,14 @@ class SentencePieces(Tokenizer):
     def __init__(self, path: Path) -> None:
         from sentencepiece import SentencePieceProcessor
 
-        # Its names are made when it is imported.
+        # The package makes its names when it is imported.
         from sentencepiece.sentencepiece_model_pb2 import (
             ModelProto,  # pyright: ignore[reportAttributeAccessIssue]
         )
 
         content = read_bytes(path, "vocab_file")
         # Llama 3's original/tokenizer.model holds ranks.
-        fix = "copy it again; of a file of tiktoken's ranks give the tokenizer.json (HFTokenizer)"
+        fix = "copy it again; instead of tiktoken's ranks use the tokenizer.json (HFTokenizer)"
         with naming_faults(f"vocab_file: {path} is not a SentencePiece model", fix):
             model = ModelProto.FromString(content)
             self.eod = SentencePieceProcessor(model_proto=content).eos_id()
@@ -163,10 +164,12 @@ class SentencePieces(Tokenizer):
                 self.eod = number
         if self.eod < 0:
             raise UserError(
-                f"vocab_file: {path} has neither {END_OF_DOCUMENT} nor an end of a sentence, and"
-                f" documents must end - train it with control_symbols={END_OF_DOCUMENT}"
+                f"vocab_file: {path} has neither {END_OF_DOCUMENT} nor an end of a sentence, but"
+                " every document needs an end token - train it with"
+                f" control_symbols={END_OF_DOCUMENT}"
             )
-        # A piece of any other type is looked for in documents: each could contain its own end.
+        # A piece of any other type is found in documents too, so a document could contain its own
+        # end.
         model.pieces[self.eod].type = ModelProto.SentencePiece.CONTROL
         self._inner = SentencePieceProcessor(model_proto=model.SerializeToString())
         self.content = content
@@ -196,31 +199,34 @@ KINDS: dict[str, tuple[Any, dict[str, str]]] = {
     "TiktokenTokenizer": (Ranks, {"vocab_file": "file of ranks, such as cl100k_base.tiktoken"}),
     "CharLevelTokenizer": (Bytes, {}),
 }
-"""For each tokenizer_type: what builds it of its files, and the keys that name these."""
+"""For each tokenizer_type: the function that builds it from its files, and the keys of these
+files."""
 
 
 def build_tokenizer(
     kind: str, vocab_file: str | Path | None = None, merge_file: str | Path | None = None
 ) -> Tokenizer:
-    """The tokenizer of a tokenizer_type.
+    """The tokenizer for a tokenizer_type.
 
-    Raises UserError for files that are missing, empty, swapped or of another kind, and where a
-    kind's package is not installed.
+    Raises UserError for files that are missing, empty, swapped or of another kind, and if a package
+    is not installed.
     """
     if kind not in KINDS:
         guess = did_you_mean(kind, KINDS)
         raise UserError(
-            f"tokenizer_type: there is no '{kind}' - {guess} There are {', '.join(KINDS)}"
+            f"tokenizer_type: there is no '{kind}' - {guess} The types are {', '.join(KINDS)}"
         )
     build, files = KINDS[kind]
     paths = []
     for (key, what), path in zip(files.items(), (vocab_file, merge_file), strict=False):
         if not path:
-            raise UserError(f"{key}: {kind} needs one - give the path of its {what}")
+            raise UserError(
+                f"{key}: is not set, but {kind} needs it - set it to the path of its {what}"
+            )
         paths.append(Path(path))
     return build(*paths)
 
 
 def needs_files(kind: str) -> bool:
-    """Whether a tokenizer_type is made of files."""
+    """Whether a tokenizer_type needs files."""
     return kind not in KINDS or bool(KINDS[kind][1])

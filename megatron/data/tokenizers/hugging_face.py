@@ -1,7 +1,7 @@
 """Tokenizers of the Hugging Face `tokenizers` library.
 
-GPT2BPETokenizer is vocab.json and merges.txt, as OpenAI wrote them. HFTokenizer is a
-tokenizer.json, or a folder that holds one.
+GPT2BPETokenizer reads OpenAI's vocab.json and merges.txt. HFTokenizer reads a tokenizer.json, or a
+folder that has one.
 """
 
 import json
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     import tokenizers
 
 WHOLE = "tokenizer.json"
-BESIDE = "tokenizer_config.json"  # of Hugging Face, beside tokenizer.json
+BESIDE = "tokenizer_config.json"  # Hugging Face's file next to tokenizer.json
 METASPACE = "▁"  # how SentencePiece writes a space
 BYTES_OF_FALLBACK = tuple(f"<0x{byte:02X}>" for byte in range(256))
-SPLITS = ("ByteLevel", "Digits", "Punctuation", "Split", "Metaspace")  # by these nothing is lost
-# The unknown token of a BPE without one. It is in no vocabulary, so that the library refuses to
-# encode what it would leave out.
+SPLITS = ("ByteLevel", "Digits", "Punctuation", "Split", "Metaspace")  # these lose nothing
+# A made-up unknown token for a BPE without one: it is in no vocabulary, so the library raises an
+# error instead of skipping text.
 NO_TOKEN = "<megatron: no token>"
 MARKS_SPACES = (
     {"type": "Prepend", "prepend": METASPACE},
@@ -42,14 +42,14 @@ class Subwords(Tokenizer):
     """A tokenizer of the Hugging Face `tokenizers` library."""
 
     def __init__(self, name: str, inner: "tokenizers.Tokenizer", eod: int, fingerprint: str):
-        from tokenizers import models  # not everyone has it
+        from tokenizers import models  # not everyone has this package
 
-        # A tokenizer.json may ask for these. Documents are never cut or padded here.
+        # A tokenizer.json may request truncation or padding, but documents must stay whole.
         inner.no_truncation()
         inner.no_padding()
         inner.encode_special_tokens = True  # a document never contains its own end
         if isinstance(inner.model, models.BPE):
-            inner.model.dropout = None  # with it ids are random
+            inner.model.dropout = None  # dropout would make ids random
         parts = json.loads(inner.to_str())
         unknown = parts["model"].get("unk_token")
         self.unknown = inner.token_to_id(unknown) if unknown else parts["model"].get("unk_id")
@@ -61,15 +61,14 @@ class Subwords(Tokenizer):
         self._inner = inner
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text; the library works on all cores (RAYON_NUM_THREADS limits it).
+        """The ids of each text; the library uses all cores (RAYON_NUM_THREADS limits it).
 
-        UserError if the files promise a token that they lack, or have none for a character.
+        UserError if the files refer to a token that they lack, or have no token for a character.
         """
         with naming_faults(
-            f"vocab_file: {self.name} {self.hash} cannot encode a text and would leave characters"
-            " out",
-            "give a tokenizer with bytes (ByteLevel with its whole alphabet, or byte_fallback) or"
-            " an unknown token, or take such characters out of the text",
+            f"vocab_file: {self.name} {self.hash} cannot encode a text without losing characters",
+            "use a tokenizer with bytes (ByteLevel with its whole alphabet, or byte_fallback) or"
+            " an unknown token, or remove such characters from the text",
         ):
             encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
@@ -80,10 +79,9 @@ class Subwords(Tokenizer):
     def token_bytes(self) -> NDArray[np.int64] | None:
         """UTF-8 bytes of the text of each id, [vocab_size] int64; special tokens have none.
 
-        None if the tokens do not say it: if a token can be the same for several texts, as an
-        unknown word is, or the tokenizer changes the text first. SentencePiece puts a space before
-        each document, which is counted. NFC composes letters: the bytes are then those of the
-        composed text.
+        None if tokens don't determine it: if a token can mean several texts, like an unknown word,
+        or if the tokenizer changes the text first. SentencePiece adds a space before each document,
+        which is counted. NFC composes letters; then the bytes are those of the composed text.
         """
         parts = json.loads(self.to_json())
         model, added = parts["model"], parts["added_tokens"]
@@ -110,7 +108,7 @@ class Subwords(Tokenizer):
         counts = np.zeros(self.vocab_size, dtype=np.int64)
         for token, number in vocab.items():
             counts[number] = bytes_of(token)
-        for token in added:  # these are written as they are
+        for token in added:  # these are written unchanged
             counts[token["id"]] = 0 if token["special"] else len(token["content"].encode())
         counts[self.eod] = 0
         return counts
@@ -119,7 +117,7 @@ class Subwords(Tokenizer):
     def end_of_document(self) -> str:
         """The token that `eod` is the id of."""
         token = self._inner.id_to_token(self.eod)
-        assert token is not None  # its id was found by the token
+        assert token is not None  # because eod was looked up by this token
         return token
 
     def to_json(self) -> str:
@@ -131,10 +129,10 @@ class Subwords(Tokenizer):
 
 
 def _works_by_words(parts: dict) -> bool:
-    """Whether a tokenizer.json gives words, cut by GPT-2's pattern, the ids of the whole text.
+    """Whether words, cut by GPT-2's pattern, get the same ids as the whole text.
 
-    So it is for byte-level BPE with that pattern. NFC changes nothing, and special tokens are not
-    looked for in documents; others may stand across words.
+    This holds for byte-level BPE with that pattern. NFC changes nothing, and special tokens are not
+    searched in documents; other added tokens may cross word boundaries.
     """
     before = parts["pre_tokenizer"] or {}
     normalizer = parts["normalizer"] or {"type": "NFC"}
@@ -149,7 +147,7 @@ def _works_by_words(parts: dict) -> bool:
 
 
 def _steps(part: dict | None, key: str) -> list[dict]:
-    """The steps of a part of a tokenizer.json: those of a Sequence one by one."""
+    """The steps of a component of a tokenizer.json; a Sequence has several."""
     if part is None or part["type"] != "Sequence":
         return [part] if part else []
     return [step for inner in part[key] for step in _steps(inner, key)]
@@ -163,14 +161,14 @@ def bytes_of_piece(piece: str) -> int:
 
 
 def gpt2(vocab_path: Path, merge_path: Path) -> Subwords:
-    """The tokenizer of both files; UserError if they are damaged, swapped or of another kind."""
+    """The tokenizer from both files; UserError if they are damaged, swapped or of another kind."""
     from tokenizers import ByteLevelBPETokenizer, pre_tokenizers
 
     vocab_text = read_text(vocab_path, "vocab_file")
     merges_text = read_text(merge_path, "merge_file")
     with naming_faults(
         f"vocab_file: {vocab_path} and {merge_path} are not GPT-2's vocab.json and merges.txt",
-        "give the pair that came together; a tokenizer.json is read by tokenizer_type: HFTokenizer",
+        "give two files that belong together; for a tokenizer.json use tokenizer_type: HFTokenizer",
     ):
         vocab = json.loads(vocab_text)
         end = end_of_document(vocab_path, vocab)
@@ -183,7 +181,7 @@ def gpt2(vocab_path: Path, merge_path: Path) -> Subwords:
 
 
 def hugging_face(path: Path) -> Subwords:
-    """The tokenizer of a tokenizer.json, or of a folder that holds one.
+    """The tokenizer from a tokenizer.json, or from a folder that has one.
 
     UserError for anything else, and for damaged files.
     """
@@ -193,9 +191,9 @@ def hugging_face(path: Path) -> Subwords:
         path = path / WHOLE
     text = read_text(path, "vocab_file")
     reading = (
-        f"vocab_file: {path} is no tokenizer.json that the library can read",
-        "a vocab.json needs tokenizer_type: GPT2BPETokenizer and its merge_file; transformers"
-        " writes a tokenizer.json: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
+        f"vocab_file: {path} is not a tokenizer.json that the library can read",
+        "a vocab.json needs tokenizer_type: GPT2BPETokenizer and its merge_file; transformers can"
+        " write a tokenizer.json: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
     )
     with naming_faults(*reading):
         content = json.loads(text)
@@ -206,22 +204,22 @@ def hugging_face(path: Path) -> Subwords:
     eod = vocab.get(end)
     if eod is None:
         raise UserError(
-            f"vocab_file: {path} has no {END_OF_DOCUMENT}, which ends every document, and no"
-            f" eos_token of {BESIDE} beside it - add it to its special tokens, or copy that file"
-            " too"
+            f"vocab_file: {path} has no {END_OF_DOCUMENT} to end documents with, and there is no"
+            f" {BESIDE} with an eos_token next to it - add {END_OF_DOCUMENT} to its special tokens,"
+            " or copy that file too"
         )
     for token in added_tokens:
         if token["id"] == eod and not token["special"]:
-            # Those are looked for in documents: each could contain its own end.
+            # These are found in documents too, so a document could contain its own end.
             token["special"] = True
             with naming_faults(*reading):
                 inner = tokenizers.Tokenizer.from_str(json.dumps(content))
     built = Subwords("HFTokenizer", inner, eod, hash_of(text, *unusual(end)))
     if eod in built.encode(f"one {end} two{end}three"):
         raise UserError(
-            f"vocab_file: {path} gives the text '{end}' in a document the number that ends"
-            " documents - take it out of the model's vocabulary and into added_tokens, or use its"
-            " SentencePiece model (tokenizer_type: SPMTokenizer)"
+            f"vocab_file: {path} encodes the text '{end}' in a document as the end of the document"
+            " - move it from the model's vocabulary to added_tokens, or use its SentencePiece"
+            " model (tokenizer_type: SPMTokenizer)"
         )
     if isinstance(inner.model, tokenizers.models.BPE) and inner.model.unk_token is None:
         inner.model.unk_token = NO_TOKEN
@@ -229,7 +227,7 @@ def hugging_face(path: Path) -> Subwords:
 
 
 def end_of_document(file: Path, vocab: Mapping[str, int], added: Collection[str] = ()) -> str:
-    """<|endoftext|>, or the eos_token beside a tokenizer's file where the former is not `added`.
+    """<|endoftext|>, or if that is not `added`, the eos_token next to a tokenizer's file.
 
     In OPT's vocabulary <|endoftext|> is an ordinary token, and documents end with </s>.
     """
@@ -240,7 +238,7 @@ def end_of_document(file: Path, vocab: Mapping[str, int], added: Collection[str]
 
 
 def eos_token_beside(file: Path) -> str | None:
-    """eos_token of the tokenizer_config.json beside a tokenizer's file, or None."""
+    """eos_token of the tokenizer_config.json next to a tokenizer's file, or None."""
     beside = file.with_name(BESIDE)
     settings: Any = {}
     if beside.is_file():
@@ -253,5 +251,6 @@ def eos_token_beside(file: Path) -> str | None:
 
 
 def unusual(end: str) -> list[str]:
-    """What a fingerprint names beside the files: an end of documents other than <|endoftext|>."""
+    """What a fingerprint has in addition to the files: an end of documents other than
+    <|endoftext|>."""
     return [] if end == END_OF_DOCUMENT else [end]

@@ -13,15 +13,15 @@ from megatron.errors import UserError
 from megatron.files import read_small
 
 END_OF_DOCUMENT = "<|endoftext|>"
-LARGEST = 1 << 28  # bytes of a tokenizer's file: the largest known has 35 MB
+LARGEST = 1 << 28  # bytes of a tokenizer's file: the largest we know has 35 MB
 
 
 class Tokenizer:
     """Text to ids and back.
 
-    eod: the id that ends a document; hash: names the contents; vocab_size: the highest id + 1
-    unknown: the id of what the vocabulary lacks, or None if it lacks nothing
-    by_words: texts that are cut into words by GPT-2's pattern have the same ids, one after another
+    eod: the id that ends a document; hash: identifies the contents; vocab_size: the highest id + 1
+    unknown: the id for text outside the vocabulary, or None if there is none
+    by_words: whether words, cut by GPT-2's pattern, get the same ids as the whole text
 
     Special strings in a text, such as <|endoftext|>, are text: `encode` never gives eod, except for
     a NUL as a byte of CharLevelTokenizer, as in GPT-NeoX.
@@ -43,18 +43,18 @@ class Tokenizer:
         raise NotImplementedError
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; those without a token have none."""
+        """The text of ids; ids without a token add nothing."""
         raise NotImplementedError
 
     def token_bytes(self) -> NDArray[np.int64] | None:
         """UTF-8 bytes of the text of each id, [vocab_size] int64; special tokens have none.
 
-        None if tokens do not say it.
+        None if tokens don't determine it.
         """
 
 
 def description(tokenizer: Tokenizer) -> dict:
-    """The entry of checkpoint.json and of PREFIX.json about a tokenizer."""
+    """The entry about a tokenizer in checkpoint.json and PREFIX.json."""
     return {
         "type": tokenizer.name,
         "hash": tokenizer.hash,
@@ -64,7 +64,7 @@ def description(tokenizer: Tokenizer) -> dict:
 
 
 def encoding_threads() -> int:
-    """As many as RAYON_NUM_THREADS says, which limits the `tokenizers` library too; else all cores.
+    """The number in RAYON_NUM_THREADS, which also limits the `tokenizers` library; else all cores.
 
     `prepare_data.py --workers` sets it.
     """
@@ -80,7 +80,7 @@ def encoding_threads() -> int:
 def naming_faults(fault: str, fix: str) -> Iterator[None]:
     """Raise UserError "fault: reason - fix" if the library fails.
 
-    It raises bare Exceptions, and panics of Rust, which are not even that.
+    It raises bare Exceptions and Rust panics, which are not even Exceptions.
     """
     try:
         yield
@@ -102,7 +102,7 @@ def read_bytes(path: Path, key: str) -> bytes:
 
 
 def read_text(path: Path, key: str) -> str:
-    """The same as text, with every line break as \\n."""
+    """The contents as text, with every line break as \\n."""
     try:
         text = read_bytes(path, key).decode()
     except UnicodeDecodeError:
@@ -111,7 +111,7 @@ def read_text(path: Path, key: str) -> str:
 
 
 def hash_of(*contents: str | bytes) -> str:
-    """12 hex digits for the contents of a tokenizer's files."""
+    """12 hex digits that identify the contents of a tokenizer's files."""
     digest = hashlib.sha256()
     for content in contents:
         encoded = content.encode() if isinstance(content, str) else content
