@@ -131,13 +131,9 @@ def test_what_turns_nothing_or_no_pairs_says_so():
     def mixes(q, k, positions):
         return q.roll(1, -1) + q.roll(2, -1), k.roll(1, -1) + k.roll(2, -1)
 
-    def turns_queries(q, k, positions):
-        return halves(q, k, positions)[0], k
-
     for function, words in (
         (lambda q, k, positions: (q, k), "turns nothing"),
         (mixes, "mixes other features"),
-        (turns_queries, "different pairs"),
     ):
         finding = findings(function)[anybody.turns_pairs]
         assert finding.verdict == FAILS
@@ -254,12 +250,6 @@ def test_texts_of_a_row_see_each_other_where_masks_get_no_positions():
     assert failing(subject, shape=MODEL) == {anybody.packed}
 
 
-def test_slopes_of_a_model_are_read_from_its_attention():
-    finding = findings(model("bloom", hidden_size=96, n_layer=1, n_head=12), shape=MODEL)
-    assert finding[anybody.authors_slopes].verdict == HOLDS
-    assert finding[anybody.authors_slopes].detail == "at 12 heads"
-
-
 def test_mistakes_of_a_model_are_found(monkeypatch):
     subject = model("llama", **LLAMA)
     forward = subject.model.rotary_emb.forward
@@ -281,7 +271,7 @@ def test_check_raises_with_the_table():
     check(halves, "rotary", head_dim=32, base=10000.0)
     with pytest.raises(AssertionError, match=r"FAIL  Slopes of ALiBi(.|\n)*0\.63 for 0\.5"):
         check(geometric)
-    with pytest.raises(AssertionError, match="off by"):
+    with pytest.raises(AssertionError, match="relative difference"):
         check(halves, "rotary", base=500.0)
 
 
@@ -290,7 +280,7 @@ def test_what_cannot_be_called_is_one_message():
         (3, "is not a callable object"),
         (lambda a, b: a, r"parameters \(a, b\) do not say"),
         (lambda q, k: q, "it stops with"),
-        (lambda q, k, positions: (q.mT, k.mT), "scores of shape"),
+        (lambda q, k, positions: (q.mT, k.mT), "it stops with"),
         (lambda q, k, positions: missing, "NameError"),  # noqa: F821
         (lambda heads, queries, keys: torch.zeros(heads, keys), "it stops with"),
     ):
