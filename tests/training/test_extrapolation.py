@@ -148,7 +148,7 @@ def test_numbers_of_the_last_step_that_a_signal_or_a_kill_leaves_out_are_complet
         ("extrapolation={step: 4}", "extrapolation: step: the training sets it - remove it"),
         ("extrapolation={protocol: tail}", "extrapolation: --tail 256: must be 1 to 32"),
         ("eval_tokens=64", "eval_lengths: a window of length 128 needs 128 tokens to predict"),
-        ("extrapolation={tail: 16}", "extrapolation: --tail: is read by --protocol tail"),
+        ("extrapolation={tail: 16}", "extrapolation: --tail: only works with --protocol tail"),
     ],
 )
 def test_rows_that_cannot_be_given_are_refused_before_the_first_step(
