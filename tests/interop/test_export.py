@@ -136,7 +136,7 @@ def test_a_users_own_encoding_goes_along_and_is_not_run_unasked(bump, tmp_path):
     check_same_in_transformers(tmp_path / "out", model)
     forget()
     command = ["tools/import_checkpoint.py", tmp_path / "out", "-o", tmp_path / "again"]
-    assert "is not run unasked: read it" in call(*command).stderr
+    assert "never runs without your consent: read it" in call(*command).stderr
     assert call(*command, "--from", bump).returncode == 0
     forget()
     bump.write_text(f"from megatron.config import load\n{BUMP}")

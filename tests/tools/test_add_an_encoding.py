@@ -95,7 +95,7 @@ def test_the_commands_run_in_their_order_without_any_other_edit(folder, forks, c
 
     refused = run("evaluate.py", "--checkpoint", "runs/soft_window")
     assert refused.returncode == 1
-    assert "code that lies in a checkpoint is not run unasked" in refused.stderr
+    assert "code inside a checkpoint never runs without your consent" in refused.stderr
     assert "Traceback" not in refused.stderr
 
     run_name = "runs/soft_window"
