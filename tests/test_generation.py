@@ -104,7 +104,7 @@ def test_the_tokenizer_is_found_beside_the_data_or_where_it_is_named(tmp_path):
     loaded_run._tokenizer.cache_clear()  # as another process would begin
     gone = asked()
     assert gone.returncode == 1
-    assert "learned with (HFTokenizer" in gone.stderr
-    assert "is not found - give its files" in gone.stderr
+    assert "(HFTokenizer" in gone.stderr
+    assert "cannot find the tokenizer" in gone.stderr
     named = asked("tokenizer_type=HFTokenizer", f"vocab_file={moved}")
     assert named.stdout == beside.stdout, named.stderr

@@ -35,4 +35,4 @@ def test_a_run_whose_checkpoint_does_not_fit_ends_with_the_one_before(corpus, tm
     assert len(steps) == step
     assert set(ending["files"]) == {*steps, "latest"}
     assert ending["message"].startswith(f"{tmp_path}/partial_step{step + 1} cannot be written (")
-    assert ending["message"].endswith(" - make room or save elsewhere")
+    assert ending["message"].endswith(" - free some space or save elsewhere")

@@ -58,7 +58,7 @@ def test_rows_of_texts_and_of_tasks_are_those_of_one_rank(forks, corpus, tmp_pat
                     expected = pytest.approx(expected, rel=1e-6, abs=2e-6)
                 assert shared[key] == expected, (name, key)
     for name in ("sinks", "method"):
-        assert "2 ranks share no text under --method or --sinks" in together[name]
+        assert "2 ranks cannot share a text with --method or --sinks" in together[name]
 
 
 def test_a_size_that_is_given_and_does_not_divide_the_ranks_is_refused(corpus, tmp_path):
@@ -69,7 +69,7 @@ def test_a_size_that_is_given_and_does_not_divide_the_ranks_is_refused(corpus, t
         results({"given": words}, "context_parallel_size=3"),
     )
     assert by_default["kept"][0]["length"] == 64  # the training had two ranks: no reason to refuse
-    assert "context_parallel_size: 3 ranks that share need a multiple of 3" in by_key["given"]
+    assert "context_parallel_size: needs a multiple of 3" in by_key["given"]
 
 
 @pytest.mark.distributed

@@ -51,7 +51,7 @@ def test_the_users_number_is_kept_and_a_resumed_run_says_that_it_differs(
     torch.set_num_threads(3)
     use_threads(LARGE, CPU, before=2)
     assert torch.get_num_threads() == 3
-    assert caplog.messages == ["3 thread(s), was 2: last digits will differ"]
+    assert caplog.messages == ["3 thread(s) instead of 2: last digits will differ"]
 
 
 def test_waiting_threads_sleep(monkeypatch):

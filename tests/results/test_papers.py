@@ -131,7 +131,7 @@ def test_the_command_shows_what_is_there_and_what_cannot_be_had(tmp_path, capsys
     assert "0 of 36 cells have our numbers" in shown
     assert f"missing cells have no rows in {folder}\n" in shown
     assert main(["kerple_table5", "--results", str(ROOT / "docs/demo.jsonl")]) == 0
-    assert "looked in " in capsys.readouterr().out
+    assert "missing cells have no rows in " in capsys.readouterr().out
     assert main(["mep", "--folder", str(folder)]) == 0
     shown = capsys.readouterr().out
     assert "NOT FOUND" in shown

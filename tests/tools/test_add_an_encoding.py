@@ -61,7 +61,7 @@ def test_every_hook_is_in_the_table():
     ours = {name for name, value in vars(Position).items() if callable(value)}
     helpers = {"has", "distances", "indices", "table", "log_n_scale", "reference", "__init__"}
     helpers |= {"use_paper_precision", "use_scaling", "bias_between", "once"}
-    helpers |= {f"check_{what}" for what in ("documents", "parts", "cached", "tokens")}
+    helpers |= {f"check_{what}" for what in ("documents", "heads", "parts", "cached", "tokens")}
     assert hooks.keys() == ours - helpers
     for hook, name in hooks.items():
         overridden = getattr(REGISTRY[name], hook) is not getattr(Position, hook)

@@ -99,7 +99,7 @@ def test_text_that_does_not_fit_is_refused_with_its_key(grid, texts, tmp_path):
         ),
         (
             [*alone, f"data_path={bare}", "eod_mask_loss=true"],
-            "eod_mask_loss: nothing says which token ends a document",
+            "eod_mask_loss: we don't know which token ends a document",
         ),
         (
             [*alone, f"data_path={plain}", "reset_attention_mask=true", tokenizer],

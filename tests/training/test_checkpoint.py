@@ -19,7 +19,7 @@ from tests.faults.damage import found_by_use, own_encoding
 from tests.faults.damage import settings as damage_settings
 from tests.training.conftest import copy_of, settings, text, tiny, trainer
 
-ELSEWHERE = "tools/inspect_files.py shows which are whole"
+ELSEWHERE = "tools/inspect_files.py shows which are undamaged"
 
 
 def test_a_checkpoint_gives_back_the_trained_model_and_its_own_configuration(
