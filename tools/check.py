@@ -10,9 +10,9 @@ module:name is imported from this folder or an installed package, which runs its
 status is 1 if something fails.
 """
 
-import importlib
 import json
 import os
+import pkgutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron.cli_errors import command_parser, guarded
 from megatron.config.yaml_files import read_overrides
-from megatron.conformance.anybody import Probe, examine_anything
+from megatron.conformance.anybody import examine_anything
 from megatron.conformance.subject import FAILS, VERY_FAR, Subject, table
 from megatron.errors import UserError
 from megatron.evaluation.options import number
@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     option = "an option of that encoding, as in pos_emb_args; may be repeated"
     add("--option", action="append", default=[], metavar="KEY=VALUE", help=option)
     size = number(2, 1024)
-    add("--heads", type=size, default=Probe.heads, help="default: %(default)s; a model has its own")
-    add("--head-dim", type=size, default=Probe.head_dim, help="default: %(default)s")
+    add("--heads", type=size, default=4, help="default: %(default)s; a model has its own")
+    add("--head-dim", type=size, default=64, help="default: %(default)s")
     longest = f"tokens of the longest text; default: {VERY_FAR}, or what a model names"
     add("--length", type=number(256, 2**20), help=longest)
     add("--json", action="store_true", help="print JSON in place of the table")
@@ -47,11 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = read_overrides(arguments.option, faults.append)
     if faults or (options and not arguments.encoding):
         raise UserError(f"--option: {(faults or ['needs --as NAME'])[0]}; write --option key=value")
-    encoding = Subject(arguments.encoding, options) if arguments.encoding else None
     subject = subject_called(arguments.subject)
-    sizes = {name: getattr(arguments, name) for name in ("heads", "head_dim", "length")}
+    sizes = {"heads": arguments.heads, "head_dim": arguments.head_dim}
+    like = Subject(arguments.encoding, options, **sizes) if arguments.encoding else None
     try:
-        findings = examine_anything(subject, encoding, **sizes)
+        findings = examine_anything(subject, like, arguments.length, **sizes)
     except UserError as fault:
         raise UserError(f"{arguments.subject}: {fault}") from fault
     failed = sum(finding.verdict == FAILS for finding in findings)
@@ -71,21 +71,17 @@ def subject_called(name: str) -> Any:
         try:
             return transformers.AutoModelForCausalLM.from_pretrained(
                 name, local_files_only=True, trust_remote_code=False, use_safetensors=True
-            ).float()
+            )
         except (OSError, ValueError) as fault:
             raise UserError(f"{name}: transformers cannot load it: {fault}") from fault
-    module, _, path = name.partition(":")
-    if not path:
-        raise UserError(f"{name}: is no folder; name a function as module:name")
     sys.path.insert(0, os.getcwd())
     try:
-        subject = importlib.import_module(module)
-        for attribute in path.split("."):
-            subject = getattr(subject, attribute)
+        return pkgutil.resolve_name(name)
     except Exception as fault:
         reason = f"{type(fault).__name__}: {fault}"
-        raise UserError(f"{name}: cannot be imported from {os.getcwd()}: {reason}") from fault
-    return subject
+        raise UserError(
+            f"{name}: is no folder, and no module:name in {os.getcwd()}: {reason}"
+        ) from fault
 
 
 if __name__ == "__main__":

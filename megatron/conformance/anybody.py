@@ -2,12 +2,12 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from megatron.conformance.checks import examine_in_order, title
@@ -41,6 +41,7 @@ class Row:
     mask: for a model, 0 for padding [length]
     piece: tokens that are read at once, after those of a cache
     first: the place of the text's first token
+    dtype: of queries and keys
     """
 
     tokens: Tensor = TEXT
@@ -53,39 +54,33 @@ class Row:
 
 @dataclass(frozen=True)
 class Probe:
-    """A function of the user, and the shape in which it is called.
+    """What is checked, and the shape in which it is called.
 
-    scores: of a row, by an adapter: [heads, length, length]; or logits [length, vocab]
-    abilities: what checks may need; see MISSING
+    function: (q, k, positions of q, positions of k) -> scores [1, heads, queries, keys]; or a model
+    abilities: what it has of that which checks need
     length: tokens of the longest text
     like: an encoding of ours that it should equal
-    silent: whether queries and keys are 0, so that scores are the bias
     """
 
     function: Any
-    scores: Callable[["Probe", Row], Tensor]
     abilities: set[str]
     length: int
     heads: int = 4
     head_dim: int = 64
     like: Position | None = None
-    silent: bool = False
 
     def content(self, tokens: Tensor) -> Tensor:
         """Queries and keys: [2, 1, heads, length, head_dim]."""
-        generator = torch.Generator().manual_seed(1)
-        drawn = torch.randn(2, 1, self.heads, CONTENTS, self.head_dim, generator=generator)
-        return drawn[..., tokens % CONTENTS, :] * (not self.silent)
+        torch.manual_seed(1)
+        drawn = torch.randn(2, 1, self.heads, CONTENTS, self.head_dim)
+        return drawn[..., tokens % CONTENTS, :]
 
     def read(self, row: Row = Row()) -> Tensor:
-        """Scores of the text alone [heads, text, text]; or its logits [text, vocab]."""
+        """Scores of the text [heads, text, text]; or its logits [text, vocab]."""
         text = slice(row.first, row.first + len(TEXT))
-        result = self.scores(self, row)[..., text, :].double()
-        return relative(result[..., text]) if result.ndim == 3 else result
-
-    def by_distance(self, heads: int) -> Tensor:
-        """The bias at distances 0, 1, … relative to that at 0: [heads, text]."""
-        return replace(self, heads=heads, silent=True).read()[:, -1].flip(-1)
+        if isinstance(self.function, nn.Module):
+            return logits(self, row)[text]
+        return relative(scores_in_pieces(self, row)[:, text, text])
 
 
 def relative(scores: Tensor) -> Tensor:
@@ -93,63 +88,35 @@ def relative(scores: Tensor) -> Tensor:
     return (scores - scores.diagonal(dim1=-2, dim2=-1)[..., None]).tril()
 
 
-def of_rotation(probe: Probe, row: Row) -> Tensor:
+def scores_in_pieces(probe: Probe, row: Row) -> Tensor:
+    """[heads, length, length]; a row that starts later stands behind other tokens."""
     positions = torch.arange(len(row.tokens)) if row.positions is None else row.positions
-    turned = probe.content(row.tokens).to(row.dtype)
-    for where in torch.arange(len(positions)).split(row.piece):
-        q, k = turned[..., where, :]
-        turned[..., where, :] = torch.stack(probe.function(q, k, positions[None, where]))
-    q, k = turned[:, 0].double()
-    return q @ k.mT / probe.head_dim**0.5
+    start = int(positions[0])
+    positions = torch.cat([torch.arange(start), positions])[None]
+    q, k = probe.content(pad(row.tokens, (start, 0))).to(row.dtype)
+    result = torch.zeros(probe.heads, len(row.tokens), q.shape[2], dtype=torch.float64)
+    for piece in torch.arange(start, q.shape[2]).split(row.piece):
+        end = int(piece[-1]) + 1
+        block = probe.function(
+            q[:, :, piece], k[:, :, :end], positions[:, piece], positions[:, :end]
+        )
+        result[:, piece - start, :end] = block.double()
+    return result[..., start:]
 
 
-def of_scores(probe: Probe, row: Row) -> Tensor:
-    """A shift by n is a text behind n other tokens."""
-    start = 0 if row.positions is None else int(row.positions[0])
-    length = len(row.tokens)
-    result = torch.zeros(probe.heads, length, length, dtype=torch.float64)
-    for queries in torch.arange(length).split(row.piece):
-        end = int(queries[-1]) + 1
-        q, k = probe.content(pad(row.tokens[:end], (start, 0)))
-        block = probe.function(q[:, :, -len(queries) :], k)
-        # One row for all queries, as Bloom has, is a bias too.
-        result[:, queries, :end] = block[..., start:].double()
-    return result
-
-
-def of_model(probe: Probe, row: Row) -> Tensor:
-    model = probe.function
-    if model.dtype != row.dtype:
-        model = copy.deepcopy(model)
-        # Not its frequencies, which from_pretrained(dtype=) leaves in float32 too.
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(row.dtype)
+def logits(probe: Probe, row: Row) -> Tensor:
+    """[length, vocab]"""
     inputs: dict[str, Any] = {"use_cache": row.piece < len(row.tokens)}
     if row.positions is not None and "positions" in probe.abilities:
         inputs["position_ids"] = row.positions[None]
     if row.mask is not None:
         inputs["attention_mask"] = row.mask[None]
-    logits = []
-    for ids in (row.tokens % CONTENTS)[None].split(row.piece, dim=1):
-        output = model(ids, **inputs)
+    pieces = []
+    for ids in (row.tokens[None] % CONTENTS).split(row.piece, dim=1):
+        output = probe.function(ids, **inputs)
         inputs["past_key_values"] = output.get("past_key_values")
-        logits.append(output.logits[0])
-    return torch.cat(logits)
-
-
-def same(probe: Probe, rows: Mapping[str, Row], allowed: float = 1e-3) -> Finding:
-    """Whether the text gets the same in each row as alone: the first fault, or the last row.
-
-    What bfloat16 rounds is compared with the same row in float32.
-    """
-    finding = Finding(HOLDS)
-    for where, row in rows.items():
-        in_float32 = replace(row, dtype=torch.float32)
-        expected = probe.read(Row() if row.dtype == torch.float32 else in_float32)
-        finding = close(probe.read(row), expected, allowed, where)
-        if finding.verdict == FAILS:
-            break
-    return finding
+        pieces.append(output.logits[0])
+    return torch.cat(pieces)
 
 
 def difference(result: Tensor, expected: Tensor) -> float:
@@ -157,53 +124,56 @@ def difference(result: Tensor, expected: Tensor) -> float:
     return largest_difference(result, expected) / max(float(expected.abs().max()), 1e-3)
 
 
-def close(result: Tensor, expected: Tensor, allowed: float, where: str) -> Finding:
-    return at_most(allowed, difference(result, expected), f"{where}: relative difference")
+def same(
+    probe: Probe, rows: Mapping[str, Row], allowed: float = 1e-3, alone: Row = Row()
+) -> Finding:
+    """Whether the text gets the same in each row as alone: the worst row."""
+    expected = probe.read(alone)
+    worst = {difference(probe.read(row), expected): where for where, row in rows.items()}
+    return at_most(allowed, max(worst), f"{worst[max(worst)]}: relative difference")
 
 
 def turns_pairs(probe: Probe) -> Finding:
     """Features turn in pairs"""
-    size = probe.head_dim
-    features = torch.eye(size).expand(1, probe.heads, -1, -1)  # each token has one
-    turned, _ = probe.function(features, features, torch.ones(1, size, dtype=torch.long))
-    mixed = turned[0, 0] * (1 - torch.eye(size))
-    pairs = mixed.nonzero().tolist()
-    if not pairs:
-        return Finding(FAILS, "position 1 turns nothing")
-    if not torch.equal(mixed != 0, mixed.mT != 0) or len(pairs) > size:
-        return Finding(FAILS, "it mixes other features, or does not read positions")
-    first, other = pairs[0]
-    name = {1: "neighbours", len(pairs) // 2: "halves"}.get(other - first, "other pairs")
-    sign = "" if mixed[first, other] > 0 else ", backwards"
-    return Finding(HOLDS, f"{name}: {first} turns with {other}{sign}; {len(pairs)} of {size} turn")
+    features = torch.eye(probe.head_dim).expand(1, probe.heads, -1, -1)  # one for each token
+    zeros = torch.zeros(1, probe.head_dim, dtype=torch.long)
+    pairs = probe.function(features, features, zeros + 1, zeros)[0, 0].triu(1).nonzero()
+    if len(pairs.unique()) < max(2, pairs.numel()):
+        return Finding(FAILS, f"position 1 mixes {len(pairs)} pairs of features")
+    first, other = pairs[0].tolist()
+    name = {1: "neighbours", len(pairs): "halves"}.get(other - first, "other pairs")
+    return Finding(HOLDS, f"{len(pairs)} pairs, {name}: {first} turns with {other}")
+
+
+def by_distance(probe: Probe, heads: int) -> Tensor:
+    """The bias at distances 0, 1, … relative to that at 0: [heads, text]."""
+    zeros = torch.zeros(1, heads, len(TEXT), probe.head_dim)
+    return relative(probe.function(zeros, zeros)[0].double())[:, -1].flip(-1)
 
 
 def authors_slopes(probe: Probe) -> Finding:
     """Slopes of ALiBi are its authors'"""
-    agrees, differs = [], []
-    for heads in sorted({probe.heads, 8, 12}):  # those of 12 are not geometric
-        bias = probe.by_distance(heads)
+    for heads in (8, probe.heads, 12):
         authors = torch.tensor(alibi_slopes(heads)).double()
+        bias = by_distance(probe, heads)
         if torch.allclose(bias, -authors[:, None] * TEXT, rtol=0.01):
-            agrees.append(str(heads))
             continue
+        if heads == 8:
+            return Finding(NOT_APPLICABLE, "its bias is not that of ALiBi")
         first = -float(bias[0, 1])
         name = "geometric" if abs(first - 0.5 ** (8 / heads)) < 1e-3 else "others"
-        first = f"the first is {first:.3g} for {authors[0]:.3g}"
-        differs.append(f"{name}, not the authors' at {heads} heads: {first}")
-    if not agrees:
-        return Finding(NOT_APPLICABLE, "its bias is not that of ALiBi")
-    return Finding(FAILS if differs else HOLDS, [f"at {', '.join(agrees)} heads", *differs][-1])
+        numbers = f"the first is {first:.3g} for {authors[0]:.3g}"
+        return Finding(FAILS, f"{name}, not the authors' at {heads} heads: {numbers}")
+    return Finding(HOLDS, f"at 8, {probe.heads} and 12 heads")
 
 
 def never_grows(probe: Probe) -> Finding:
     """A bias falls with the distance"""
-    bias = probe.by_distance(probe.heads)
-    last = bias[:, -1]
+    bias = by_distance(probe, probe.heads)
     # Smaller numbers may be those of a network that is not trained.
-    grows = (bias.diff() >= 0).all() and last.max() > 1
-    detail = f"at distance {len(TEXT) - 1} {last.min():.3g} to {last.max():.3g}"
-    return Finding(FAILS if grows else HOLDS, detail)
+    grows = (bias.diff() >= 0).all() and bias.max() > 1
+    low, high = bias[:, -1].aminmax()
+    return Finding(FAILS if grows else HOLDS, f"at distance 129 {low:.3g} to {high:.3g}")
 
 
 def shifts(probe: Probe) -> Finding:
@@ -217,20 +187,19 @@ def pieces(probe: Probe) -> Finding:
     return same(probe, {f"pieces of {piece}": Row(piece=piece) for piece in (1, 7, 64)})
 
 
-def padded(before: int, behind: int) -> dict[str, Row]:
-    """The text and padding, which has position 0."""
+def padded(probe: Probe, before: int, behind: int) -> Finding:
     tokens, mask = pad(torch.stack([TEXT, torch.ones_like(TEXT)]), (before, behind))
-    return {"9 tokens": Row(tokens, tokens, mask, first=before)}
+    return same(probe, {"9 tokens": Row(tokens, tokens, mask, first=before)})
 
 
 def padding_before(probe: Probe) -> Finding:
     """Padding before a text"""
-    return same(probe, padded(9, 0))
+    return padded(probe, 9, 0)
 
 
 def padding_behind(probe: Probe) -> Finding:
     """Padding behind a text"""
-    return same(probe, padded(0, 9))
+    return padded(probe, 0, 9)
 
 
 def packed(probe: Probe) -> Finding:
@@ -240,33 +209,23 @@ def packed(probe: Probe) -> Finding:
     return same(probe, {"the second text": Row(twice, twice, first=len(TEXT))})
 
 
-def starts(probe: Probe) -> dict[str, int]:
-    """Where the last tokens of a text start, for texts up to the longest."""
-    ends = (512, 4096, 32768, probe.length)
-    return {f"{end:,} tokens": end - len(TEXT) for end in ends if end <= probe.length}
-
-
 def far_in_float32(probe: Probe) -> Finding:
     """float32, the last tokens of a long text"""
-    rows = {where: Row(positions=TEXT + start) for where, start in starts(probe).items()}
-    return same(probe, rows, 0.02)
+    positions = TEXT + probe.length - len(TEXT)
+    return same(probe, {f"at {probe.length:,}": Row(positions=positions)}, 0.02)
 
 
 def far_in_bfloat16(probe: Probe) -> Finding:
     """bfloat16, positions of a long text"""
-    short = Row(mask=torch.ones_like(TEXT), dtype=torch.bfloat16)
-    rows = {}
-    for where, start in starts(probe).items():
-        rows[where] = replace(short, positions=TEXT * (1 + start // len(TEXT)))
-    # A short text shows what else bfloat16 rounds.
-    return same(probe, rows, 0.05 + 3 * difference(probe.read(short), probe.read()))
+    exact = Row(positions=TEXT * (probe.length // len(TEXT)))
+    rounded = replace(exact, dtype=torch.bfloat16)
+    return same(probe, {f"up to {probe.length:,}": rounded}, 0.05, exact)
 
 
 def later_tokens(probe: Probe) -> Finding:
     """Later tokens"""
-    many = min(3000, probe.length - len(TEXT))
-    rows = {f"{later} more": Row(torch.arange(len(TEXT) + later)) for later in (1, 64, many)}
-    return same(probe, rows)
+    lengths = (131, 194, min(3000, probe.length))
+    return same(probe, {f"a text of {length:,}": Row(torch.arange(length)) for length in lengths})
 
 
 def agrees_with_ours(probe: Probe) -> Finding:
@@ -275,30 +234,50 @@ def agrees_with_ours(probe: Probe) -> Finding:
         return Finding(NOT_APPLICABLE, "name it with --as, or encoding=")
     q, k = probe.content(TEXT).double()
     ours = relative(scores(probe.like.double(), q, k)[0])
-    return close(probe.read(), ours, 1e-3, "scores")
+    return at_most(1e-3, difference(probe.read(), ours), "relative difference")
 
 
-# What each check needs, and what to say without.
+SHIFT = "positions that can be shifted"
+# What each check needs.
 CHECKS = {
-    turns_pairs: "pairs",
+    turns_pairs: "turned q and k",
     authors_slopes: "bias",
     never_grows: "bias",
-    shifts: "shift",
+    shifts: SHIFT,
     pieces: "",
     padding_before: "mask",
     padding_behind: "mask",
     packed: "positions",
-    far_in_float32: "shift",
-    far_in_bfloat16: "positions",
+    far_in_float32: SHIFT,
+    far_in_bfloat16: "turned q and k",
     later_tokens: "",
     agrees_with_ours: "",
 }
-MISSING = {
-    "pairs": "it is no function that turns q and k",
-    "bias": "it is no function that adds a bias",
-    "mask": "it sees neither positions nor a mask",
-    "positions": "it takes no positions",
-    "shift": "it takes no positions, or adds learned ones to embeddings",
+
+
+def with_rotation(turn):
+    def scores(q, k, q_positions, k_positions):
+        q, k = turn(q, q, q_positions)[0], turn(k, k, k_positions)[1]
+        return q.double() @ k.double().mT / q.shape[3] ** 0.5
+
+    return scores
+
+
+def with_bias(bias):
+    def scores(q, k, *positions):
+        return q @ k.mT / q.shape[3] ** 0.5 + bias(q.shape[1], q.shape[2], k.shape[2])
+
+    return scores
+
+
+def with_scores(scores):
+    return lambda q, k, *positions: scores(q, k)
+
+
+KINDS = {
+    "q, k, positions": (with_rotation, {"", "turned q and k", "mask", "positions", SHIFT}),
+    "heads, queries, keys": (with_bias, {"", "bias", SHIFT}),
+    "q, k": (with_scores, {"", "bias", SHIFT}),
 }
 
 
@@ -310,26 +289,14 @@ def probe_of(subject: Any, length: int | None, **shape: Any) -> Probe:
         if "position_ids" in names:
             abilities.add("positions")
             if not any(name in str(subject) for name in LEARNED):
-                abilities.add("shift")
-        longest = length or getattr(subject.config, "max_position_embeddings", VERY_FAR)
-        return Probe(subject.eval(), of_model, abilities, longest)
-    length = length or VERY_FAR
-    if names.startswith("q, k, positions"):
-        abilities = {"", "pairs", "mask", "positions", "shift"}
-        return Probe(subject, of_rotation, abilities, length, **shape)
-    abilities = {"", "bias", "shift"}
-    if names.startswith("q, k"):
-        return Probe(subject, of_scores, abilities, length, **shape)
-    if not names.startswith("heads, queries, keys"):
-        raise UserError(
-            f"parameters ({names}) do not say what it is; "
-            "take (q, k, positions), (heads, queries, keys) or (q, k)"
-        )
-
-    def as_scores(q, k):
-        return subject(q.shape[1], q.shape[2], k.shape[2])
-
-    return Probe(as_scores, of_scores, abilities, length, **shape, silent=True)
+                abilities.add(SHIFT)
+        length = length or getattr(subject.config, "max_position_embeddings", VERY_FAR)
+        return Probe(copy.deepcopy(subject).float().eval(), abilities, length)
+    for parameters, (as_scores, abilities) in KINDS.items():
+        if names.startswith(parameters):
+            return Probe(as_scores(subject), abilities, length or VERY_FAR, **shape)
+    choices = " or ".join(f"({parameters})" for parameters in KINDS)
+    raise UserError(f"parameters ({names}) do not say what it is; take {choices}")
 
 
 @torch.no_grad()
@@ -338,13 +305,12 @@ def examine_anything(
 ) -> list[Finding]:
     """The findings of all checks, in order; UserError for what cannot be called.
 
-    shape: heads and head_dim of a function
+    like, shape: for a function, what it should equal, and its heads and head_dim
     """
     if like and hasattr(subject, "config"):
         raise UserError("--as: a model has more than its encoding; give the function alone")
-    position = replace(like, **shape).position() if like else None
     try:
-        probe = probe_of(subject, length, **shape, like=position)
+        probe = probe_of(subject, length, **shape, like=like and like.position())
         probe.read()
     except UserError:
         raise
@@ -355,7 +321,7 @@ def examine_anything(
         if need in probe.abilities:
             findings += examine_in_order(probe, [trial])
         else:
-            findings.append(Finding(NOT_APPLICABLE, MISSING[need], title(trial)))
+            findings.append(Finding(NOT_APPLICABLE, f"it has no {need}", title(trial)))
     return findings
 
 
@@ -374,7 +340,7 @@ def check(
     encoding, options: what it should equal, as pos_emb and pos_emb_args
     length: tokens of the longest text, at least 256; by default 131072, or what a model names
     """
-    like = Subject(encoding, options) if encoding else None
+    like = Subject(encoding, options, heads, head_dim) if encoding else None
     findings = examine_anything(subject, like, length, heads=heads, head_dim=head_dim)
     if any(finding.verdict == FAILS for finding in findings):
         raise AssertionError("\n" + table(findings))

@@ -48,7 +48,7 @@ def test_json_has_a_verdict_and_the_exit_status_is_0_if_all_holds(folder, capsys
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["of_somebody:nothing"], "of_somebody:nothing: cannot be imported"),
+        (["of_somebody:nothing"], "of_somebody:nothing: is no folder, and no module:name"),
         (["broken:slopes"], "ZeroDivisionError"),
         (["models/llama"], "is no folder"),
         (["."], "transformers cannot load it"),
