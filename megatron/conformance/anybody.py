@@ -137,12 +137,14 @@ def turns_pairs(probe: Probe) -> Finding:
     """Features turn in pairs"""
     features = torch.eye(probe.head_dim).expand(1, probe.heads, -1, -1)  # one for each token
     zeros = torch.zeros(1, probe.head_dim, dtype=torch.long)
-    pairs = probe.function(features, features, zeros + 1, zeros)[0, 0].triu(1).nonzero()
+    turned = probe.function(features, features, zeros + 1, zeros)[0, 0]
+    pairs = turned.triu(1).nonzero()  # [pairs, 2]
     if len(pairs.unique()) < max(2, pairs.numel()):
         return Finding(FAILS, f"position 1 mixes {len(pairs)} pairs of features")
     first, other = pairs[0].tolist()
     name = {1: "neighbours", len(pairs): "halves"}.get(other - first, "other pairs")
-    return Finding(HOLDS, f"{len(pairs)} pairs, {name}: {first} turns with {other}")
+    sign = "" if turned[first, other] > 0 else ", backwards"
+    return Finding(HOLDS, f"{len(pairs)} pairs, {name}: {first} turns with {other}{sign}")
 
 
 def by_distance(probe: Probe, heads: int) -> Tensor:
@@ -155,12 +157,12 @@ def authors_slopes(probe: Probe) -> Finding:
     """Slopes of ALiBi are its authors'"""
     for heads in (8, probe.heads, 12):
         authors = torch.tensor(alibi_slopes(heads)).double()
-        bias = by_distance(probe, heads)
-        if torch.allclose(bias, -authors[:, None] * TEXT, rtol=0.01):
+        slopes = -by_distance(probe, heads)[:, -1] / (len(TEXT) - 1)
+        if torch.allclose(slopes, authors, rtol=0.01):
             continue
         if heads == 8:
             return Finding(NOT_APPLICABLE, "its bias is not that of ALiBi")
-        first = -float(bias[0, 1])
+        first = float(slopes[0])
         name = "geometric" if abs(first - 0.5 ** (8 / heads)) < 1e-3 else "others"
         numbers = f"the first is {first:.3g} for {authors[0]:.3g}"
         return Finding(FAILS, f"{name}, not the authors' at {heads} heads: {numbers}")
@@ -257,8 +259,14 @@ CHECKS = {
 
 def with_rotation(turn):
     def scores(q, k, q_positions, k_positions):
-        q, k = turn(q, q, q_positions)[0], turn(k, k, k_positions)[1]
-        return q.double() @ k.double().mT / q.shape[3] ** 0.5
+        queries, keys = q.shape[2], k.shape[2]
+        sizes = [keys - queries, queries] if keys > queries else [keys]
+        turned = []
+        # Keys of a cache were turned before the new tokens came.
+        for old, where in zip(k.split(sizes, dim=2), k_positions.split(sizes, dim=1), strict=True):
+            turned.append(turn(old, old, where)[1].double())
+        q = turn(q, q, q_positions)[0].double()
+        return q @ torch.cat(turned, dim=2).mT / q.shape[3] ** 0.5
 
     return scores
 
@@ -290,8 +298,8 @@ def probe_of(subject: Any, length: int | None, **shape: Any) -> Probe:
             abilities.add("positions")
             if not any(name in str(subject) for name in LEARNED):
                 abilities.add(SHIFT)
-        length = length or getattr(subject.config, "max_position_embeddings", VERY_FAR)
-        return Probe(copy.deepcopy(subject).float().eval(), abilities, length)
+        longest = length or getattr(subject.config, "max_position_embeddings", VERY_FAR)
+        return Probe(copy.deepcopy(subject).float().eval(), abilities, longest)
     for parameters, (as_scores, abilities) in KINDS.items():
         if names.startswith(parameters):
             return Probe(as_scores(subject), abilities, length or VERY_FAR, **shape)

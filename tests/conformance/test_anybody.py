@@ -128,6 +128,14 @@ def test_a_mistake_fails_where_it_shows(mistake, fails):
         assert failing(mistake) == fails
 
 
+def test_turning_backwards_is_named():
+    def backwards(q, k, positions):
+        return halves(q, k, -positions)
+
+    probe = anybody.probe_of(backwards, 256, head_dim=32)
+    assert anybody.turns_pairs(probe).detail.endswith("0 turns with 16, backwards")
+
+
 def test_what_turns_nothing_or_no_pairs_says_so():
     def mixes(q, k, positions):
         return q.roll(1, -1) + q.roll(2, -1), k.roll(1, -1) + k.roll(2, -1)
