@@ -22,7 +22,7 @@ PAGE = ROOT / "docs" / "positions.md"
 FOLDER = ROOT / "docs" / "positions"
 SHAPE = Shape(heads=12, head_dim=64, hidden=768, train_length=512)
 LENGTH = 16384
-PAPER = re.compile(r"(arXiv\s|(?<=\())(\d{4}\.\d{5})\b")
+PAPER = re.compile(r"(arXiv\s+|(?<=\())(\d{4}\.\d{5})\b")
 MEANING = re.compile(r"^(\w+(?:, \w+)*): (.*(?:\n    .*)*)\n?", re.MULTILINE)
 """The names of options in a docstring, and what they mean: it may go on in indented lines."""
 
