@@ -55,7 +55,7 @@ SMALLER: list[tuple[str, list[str]]] = [
     ("evaluate.py --checkpoint", ["eval_tokens=65536"]),
     ("--max-new-tokens", ["--max-new-tokens", "20"]),
 ]
-NEEDS_A_NETWORK = {"lambada_openai": "are downloaded once"}  # and what is said without one
+NEEDS_A_NETWORK = {"lambada_openai": "is downloaded once"}  # and what is said without one
 LAUNCHED = ("first.yml", "num_gpus")
 """In these commands deepy.py itself is run: it starts a new Python, whose imports take seconds.
 With others the script that it would start is run; test_deepy.py is about deepy.py."""
