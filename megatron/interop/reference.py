@@ -150,6 +150,11 @@ def read_ranks(folder: Path) -> dict[int, list[Tensors]]:
         try:
             for name, tensor in (content if layer else content["module"]).items():
                 [(number, name)] = OF_A_LAYER.findall(WRAPPERS.sub("", name))
+                if not (layer or number):
+                    raise UserError(
+                        f"{path}: {name} belongs to no layer of GPT-NeoX (sequential.N, of"
+                        " pipe_parallel_size: 0) - give a folder with layer_* files, or its own"
+                    )
                 for theirs, ours in RENAMED.items():
                     name = name.replace(theirs, ours)
                 tensors = layers[int(number or layer[0])].setdefault(rank, {})
