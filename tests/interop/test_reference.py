@@ -221,7 +221,7 @@ def test_a_checkpoint_without_pipeline_stages_gives_the_references_numbers(case,
     logits = model(expected["ids_64"][:, :-1])
     torch.testing.assert_close(logits, expected["logits_64"], rtol=0, atol=2e-5)
     torch.save({"module": {"layers.0.weight": torch.ones(2)}}, tmp_path / RANK_1)
-    with pytest.raises(UserError, match="layers.0.weight belongs to no layer of GPT-NeoX"):
+    with pytest.raises(UserError, match=r"layers\.0\.weight belongs to no layer of GPT-NeoX"):
         open_model(tmp_path, config=golden_config(case))
 
 
