@@ -6,6 +6,8 @@ python tools/sweep.py run configs/sweeps/cpu.yml             run the missing cel
 python tools/sweep.py run kerple-table3 --launcher slurm --launcher-args time=600 gpus_per_node=1
 python tools/sweep.py status configs/sweeps/cpu.yml
 python tools/sweep.py collect configs/sweeps/cpu.yml         the rows so far, even during a run
+python tools/sweep.py run atlas --entry my_encoding.py       your encoding among the others
+python tools/sweep.py check atlas --entry my_encoding.py     do the rows in my_encoding.jsonl fit?
 """
 
 import collections
@@ -21,6 +23,8 @@ from megatron.config.yaml_files import read_overrides
 from megatron.data.tokens import preparing
 from megatron.errors import UserError, visible
 from megatron.evaluation.options import number
+from megatron.results.atlas import REFERENCE, SURE, atlas_rows, claims_about, standings
+from megatron.results.claims import judged, table_of
 from megatron.results.files import read_rows
 from megatron.splits import TASK_PREFIX
 from megatron.sweeps.cells import (
@@ -33,6 +37,7 @@ from megatron.sweeps.cells import (
 )
 from megatron.sweeps.cost import DEVICES, UTILISATION, cost, hours
 from megatron.sweeps.engines import LAUNCHERS, run_on
+from megatron.sweeps.entries import faults_of_entry
 from megatron.sweeps.runner import Runner, places_of
 
 
@@ -40,12 +45,14 @@ from megatron.sweeps.runner import Runner, places_of
 def main(argv: list[str] | None = None) -> int:
     parser = command_parser(__doc__)
     add = parser.add_argument
-    add("what", choices=("run", "status", "collect"))
+    add("what", choices=("run", "status", "collect", "check"))
     add("file", type="path", help="a file as in configs/sweeps, or the name of one there")
     add("--folder", type=Path, metavar="DIR", help="folder of the runs; default: runs/sweeps/NAME")
     only = "AXIS=VALUE[,VALUE]"
     add("--only", nargs="+", default=[], metavar=only, help="run only some cells of the grid")
     skip = "skip the cells that have rows in these files"
+    entry = "your encoding in place of the sweep's: Python that registers it, or YAML"
+    add("--entry", type=Path, metavar="FILE", help=entry)
     add("--skip", type=Path, nargs="+", default=[], metavar="FILE", help=skip)
     add("--dry-run", action="store_true", help="show the plan and its cost, and run nothing")
     jobs = "runs at a time; default: one per GPU, or one"
@@ -61,10 +68,13 @@ def main(argv: list[str] | None = None) -> int:
     resources_of_job = read_overrides(options.launcher_args, faults.append)
     if faults or (options.launcher == "local" and resources_of_job):
         raise UserError("--launcher-args: needs KEY=VALUE, and --launcher ray or slurm")
+    of_sweep = (options.file, options.folder)
     if options.what == "collect":
-        print(collected(options.file, options.folder))
+        print(collected(*of_sweep, options.entry))
         return 0
-    sweep = load_sweep(options.file, options.folder, options.only)
+    sweep = load_sweep(*of_sweep, options.only, options.entry)
+    if options.what == "check":
+        return check(sweep, options.entry)
     measured = {row["config_hash"] for row in read_rows(options.skip)}
     cells = tuple(cell for cell in sweep.cells if cell.config.hash not in measured)
     if not cells:
@@ -88,8 +98,8 @@ def main(argv: list[str] | None = None) -> int:
         runner.run(sweep.cells, places_of(options.jobs))
     else:
         only, jobs = options.only, options.jobs
-        run_on(options.launcher, resources_of_job, runner, sweep, only, jobs)
-    print(collected(options.file, options.folder))
+        run_on(options.launcher, resources_of_job, runner, sweep, only, jobs, options.entry)
+    print(collected(*of_sweep, options.entry))
     states = [(cell, state_of(cell)) for cell in sweep.cells]
     missing = [
         f"{cell.name}: {described(cell, state)}" for cell, state in states if state.kind != "done"
@@ -99,6 +109,8 @@ def main(argv: list[str] | None = None) -> int:
         print("\n  ".join([title, *missing]), file=sys.stderr)
     if runner.stopping:
         return 130
+    if options.entry and sweep.results.exists():
+        print(place_of_entry(options.entry.stem, sweep.results))
     return int(bool(missing))
 
 
@@ -107,10 +119,32 @@ def say(text: str) -> None:
     print(f"{visible(text)}\n", end="", flush=True)
 
 
-def collected(file: str, folder: Path | None) -> str:
+def collected(file: str, folder: Path | None, entry: Path | None = None) -> str:
     """Write the rows of all cells, because those outside --only must be kept."""
-    whole = load_sweep(file, folder)
+    whole = load_sweep(file, folder, entry=entry)
     return f"{len(collect(whole))} rows in {whole.results}"
+
+
+def place_of_entry(name: str, results: Path) -> str:
+    """Where an entry stands in the atlas, and what its rows decide against the best and ALiBi."""
+    rows = atlas_rows([results])
+    standing = standings(rows)
+    best, *_ = (other for other in standing.names if other != name)
+    verdicts = judged(claims_about(name, dict.fromkeys([best, REFERENCE])), rows, SURE)
+    decided = table_of(verdicts, f"Is {name} better?", SURE)
+    return f"{standing.table().text()}\n\n{decided.text()}"
+
+
+def check(sweep: Sweep, entry: Path | None) -> int:
+    """Check the rows beside an entry, in ENTRY.jsonl."""
+    if entry is None:
+        raise UserError("check: needs --entry FILE, with its rows in FILE's name .jsonl")
+    rows = read_rows([entry.with_suffix(".jsonl")])
+    faults = faults_of_entry(sweep, rows, atlas_rows())
+    if faults:
+        raise UserError("\n".join([f"{entry} is no entry yet:", *faults]))
+    print(f"{entry}: {len(rows)} rows of {len(sweep.cells)} cells follow the rules")
+    return 0
 
 
 def status(sweep: Sweep, states: Sequence[State]) -> list[str]:

@@ -31,6 +31,8 @@ from megatron.interop.huggingface import compare_logits
 from megatron.interop.open import PIECES, PREFIX
 from megatron.model import GPT, Architecture, AttentionSettings, options_of_entry
 from megatron.positions.layers import entries_of
+from megatron.results.effective_length import EffectiveLength, effective_lengths
+from megatron.results.files import existing_results
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +125,7 @@ def export(run: str | Path, folder: str | Path, *, step: int | None = None) -> E
             settings = {**form.settings, **ends, "dtype": "float32"}
             texts = {
                 **form.sources,
-                CARD: card(form, folder.name, config, record, notes),
+                CARD: card(form, folder.name, config, record, notes, gain(trained.path, record)),
                 "config.json": json.dumps(settings, indent=2) + "\n",
                 "generation_config.json": json.dumps(ends, indent=2) + "\n",
             }
@@ -261,8 +263,23 @@ def transformers_tokenizer(tokenizer: Subwords, record: Mapping[str, Any]) -> An
     )
 
 
+def gain(checkpoint: Path, record: Mapping[str, Any]) -> EffectiveLength | None:
+    """The effective length by the rows beside a checkpoint, or None."""
+    rows = []
+    for path in sorted(checkpoint.parent.glob("evaluation/*.jsonl")):
+        for row in existing_results(path):
+            if (row["config_hash"], row["step"]) == (record["config_hash"], record["step"]):
+                rows.append(row)
+    return next(iter(effective_lengths(rows).values()), None)
+
+
 def card(
-    form: ExportForm, name: str, config: Config, record: Mapping[str, Any], notes: list[str]
+    form: ExportForm,
+    name: str,
+    config: Config,
+    record: Mapping[str, Any],
+    notes: list[str],
+    effective: EffectiveLength | None,
 ) -> str:
     """The text of README.md, without the folders of this machine.
 
@@ -282,4 +299,5 @@ def card(
         config=config,
         record=record,
         notes=notes,
+        effective=effective,
     )

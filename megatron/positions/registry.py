@@ -123,6 +123,12 @@ def load_file(path: str | Path) -> str:
     return text
 
 
+def registered_by(text: str) -> list[str]:
+    """The names of the encodings in a user's own file; text: as load_file returned it."""
+    module = f"pos_emb_file_{syntax_fingerprint(text)[:12]}"
+    return [name for name, encoding in REGISTRY.items() if encoding.__module__ == module]
+
+
 def _checked(hook: Callable, count: int) -> Callable:
     """A user's hook that refuses to return another shape than it must; count: as in RETURNED."""
 

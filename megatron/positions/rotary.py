@@ -508,9 +508,11 @@ def spelled_out(name: str, options: Mapping[str, Any]) -> tuple[str, dict[str, A
 
     So yarn {factor: 4} and rotary {scaling: yarn, factor: 4} are the same.
     """
-    encoding, chosen_options = encoding_called(name).joined(options)
+    called = encoding_called(name)
+    encoding, chosen_options = called.joined(options)
     spelled = {key: option.default for key, option in options_of(encoding).items()} | chosen_options
-    if not (issubclass(encoding, Rotary) and encoding.only_rotates):
+    is_ours = called.__module__ == __name__  # a user's subclass may turn by other angles
+    if not (is_ours and encoding.only_rotates):
         return name, spelled
     spelled |= {"scaling": scaling_of(encoding), "resonance": issubclass(encoding, Resonance)}
     frequencies = spelled["frequencies"]

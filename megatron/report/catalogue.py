@@ -1,25 +1,34 @@
-"""docs/positions.md and the pages of its families, made from the registry and its docstrings.
+"""docs/positions.md, the pages of its families and the atlas, made from the registry and rows.
 
 An encoding's docstring begins with a phrase for the table, a colon and the formula. Its last lines,
 `option: meaning`, explain the options that no class before it explains.
 """
 
+import csv
 import inspect
 import re
 import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from math import log, log2
 from pathlib import Path
 
 import torch
 from jinja2 import Environment, FileSystemLoader
 
 from megatron.config import document
+from megatron.errors import UserError
 from megatron.files import ROOT, write_text
 from megatron.positions import ALIASES, REGISTRY, Position, Shape, build, options_of
 from megatron.report.curves import write
 from megatron.report.encoding_figures import Panel, draw, panels
+from megatron.results.atlas import ONE_SEED, PARTS, TEXT, atlas_rows, standings
 
 PAGE = ROOT / "docs" / "positions.md"
 FOLDER = ROOT / "docs" / "positions"
+ATLAS = {path.suffix: path for path in (ROOT / "docs" / "atlas.md", ROOT / "docs" / "atlas.html")}
+COSTS = ROOT / "docs" / "performance" / "encodings.csv"
+PERPLEXITIES = 10, 200  # at the edges of a small curve
 SHAPE = Shape(heads=12, head_dim=64, hidden=768, train_length=512)
 LENGTH = 16384
 PAPER = re.compile(r"(arXiv\s+|(?<=\())(\d{4}\.\d{5})\b")
@@ -61,7 +70,44 @@ def family_page(family: str) -> str:
     )
 
 
-def rendered(template: str, **values: str) -> str:
+def atlas() -> dict[str, str]:
+    """The text of the atlas's page in each form, by the file's ending."""
+    with COSTS.open(encoding="utf-8") as file:
+        costs = {line["pos_emb"]: line for line in csv.DictReader(file)}
+    values = {
+        "atlas": standings(atlas_rows()),
+        "costs": costs,
+        "parts": PARTS,
+        "one_seed": ONE_SEED,
+    }
+    return {ending: rendered(f"atlas{ending}.jinja", **values) for ending in ATLAS}
+
+
+def works_with(position: Position) -> list[str]:
+    """Which of FlexAttention ("flex") and ranks that share a text ("ranks") can have it."""
+    answers = []
+    if not (position.has("on_scores") or position.has("block_scores") or position.score_rank > 1):
+        answers.append("flex")
+    with suppress(UserError):
+        position.check_parts()
+        answers.append("ranks")
+    return answers
+
+
+def polyline(curve: Mapping[int, float], part: str) -> str:
+    """Points of a curve by length, 16 wide for each doubling and 20 high: % of answers, or a
+    perplexity on a logarithmic axis."""
+    low, high = PERPLEXITIES
+    points = []
+    for length, number in curve.items():
+        share = number / 100
+        if part == TEXT:
+            share = log(min(number, high) / low) / log(high / low)
+        points.append(f"{16 * log2(length / min(curve)):.0f},{20 - 20 * share:.1f}")
+    return " ".join(points)
+
+
+def rendered(template: str, **values: object) -> str:
     """A template of this folder, which calls the functions of this module."""
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True)
     return environment.get_template(template).render(globals() | values)
@@ -70,6 +116,10 @@ def rendered(template: str, **values: str) -> str:
 def members(family: str) -> list[str]:
     _, files = FAMILIES[family]
     return [name for name in sorted(REGISTRY) if file_of(name) in files.split()]
+
+
+def family_of(name: str) -> str:
+    return next(family for family in FAMILIES if name in members(family))
 
 
 def file_of(name: str) -> str:
@@ -95,12 +145,18 @@ def text_of(name: str) -> str:
     return MEANING.sub("", inspect.cleandoc(REGISTRY[name].__doc__ or "")).strip()
 
 
+def learned(position: Position) -> str:
+    """How many numbers an encoding learns."""
+    return f"{sum(parameter.numel() for parameter in position.parameters()):,}"
+
+
 def facts_of(name: str) -> list[str]:
     """The file of an encoding, its paper, its cost and its other names; empty where it has none."""
     facts = [f"`megatron/positions/{file_of(name)}.py`", source(name)]
     if position := example(name):
-        count = sum(parameter.numel() for parameter in position.parameters())
-        facts.append(f"{count:,} learned numbers{' per layer' if position.per_layer else ''}")
+        facts.append(
+            f"{learned(position)} learned numbers{' per layer' if position.per_layer else ''}"
+        )
     if aliases := [f"`{alias}`" for alias, target in ALIASES.items() if target == name]:
         facts.append(f"also called {', '.join(aliases)}")
     return facts
@@ -132,6 +188,8 @@ def drawn(name: str, length: int) -> list[Panel]:
 def renew() -> None:
     """Write the pages and the pictures; delete pictures of encodings that no longer exist."""
     write_text(PAGE, page())
+    for ending, text in atlas().items():
+        write_text(ATLAS[ending], text)
     for family in FAMILIES:
         write_text(FOLDER / f"{family}.md", family_page(family))
     for path in FOLDER.glob("*.svg"):

@@ -186,9 +186,11 @@ class Verdict:
     needed: str = ""
 
 
-def judged(claims: Sequence[Claim], rows: Sequence[Row]) -> list[Verdict]:
-    """The verdict on each claim in each setting (corpus, part, protocol, training) that has
-    rows."""
+def judged(claims: Sequence[Claim], rows: Sequence[Row], alpha: float = ALPHA) -> list[Verdict]:
+    """The verdict on each claim in each setting (corpus, part, protocol, training) that has rows.
+
+    alpha: p below which a claim is decided
+    """
     verdicts = []
     for claim in claims:
         keys = [key for key in GROUP if not claim.names(key)]
@@ -210,12 +212,13 @@ def judged(claims: Sequence[Claim], rows: Sequence[Row]) -> list[Verdict]:
 
     tested = [verdict for verdict in verdicts if verdict.difference]
     corrected = holm([verdict.p for verdict in tested])
-    undecided = sum(p >= ALPHA for p in corrected)
+    undecided = sum(p >= alpha for p in corrected)
     for verdict, p in zip(tested, corrected, strict=True):
         verdict.p = p
-        if p >= ALPHA:
+        if p >= alpha:
             verdict.word = "undecided"
-            verdict.needed = _needed(verdict, verdict.level / undecided)  # Holm's next step
+            level = verdict.level * alpha / ALPHA
+            verdict.needed = _needed(verdict, level / undecided)  # Holm's next step
     return verdicts
 
 
@@ -335,8 +338,8 @@ def _measured(quantity: str, row: Row) -> Row:
 # --- Tables ---
 
 
-def table_of(verdicts: Sequence[Verdict], source: str) -> Table:
-    """One line per claim and setting, with the notes that explain it."""
+def table_of(verdicts: Sequence[Verdict], source: str, alpha: float = ALPHA) -> Table:
+    """One line per claim and setting, with the notes that explain it; alpha: as in `judged`."""
     examples = [verdict.example for verdict in verdicts if verdict.example]
     names = [f"{text_of(row)}: {row.get('protocol')}" for row in examples]
     settings = iter(labels_of(examples, GROUP, names))
@@ -367,7 +370,7 @@ def table_of(verdicts: Sequence[Verdict], source: str) -> Table:
         line += [f"{estimate.n:,} {unit}", verdict.needed]
     tests = sum(verdict.difference is not None for verdict in verdicts)
     notes += [
-        f"p: two-sided{corrected_for(tests)}; a claim is decided if p is below {ALPHA:g}",
+        f"p: two-sided{corrected_for(tests)}; a claim is decided if p is below {alpha:g}",
         "effect: first side minus second, at the length that decides; the interval is not"
         " corrected",
         "would decide: the sample that decides with a power of 80 %, if the effect is as seen",

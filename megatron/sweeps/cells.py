@@ -26,7 +26,8 @@ from megatron.errors import UserError, visible
 from megatron.evaluation.evaluate_checkpoint import check_options, options_of_training
 from megatron.evaluation.options import options_of_words, words_of
 from megatron.files import ROOT, expanded
-from megatron.positions import fingerprint
+from megatron.positions import fingerprint, load_file
+from megatron.positions.registry import registered_by
 from megatron.results.files import existing_results, training_log, write_lines
 from megatron.results.row import Row, with_facts
 
@@ -41,6 +42,7 @@ class SweepFile(BaseModel):
 
     evaluate: for each label, configuration keys and options of evaluate.py, and `only`: which cells
         it applies to
+    entry: values of axes for a user's own encoding; without them the sweep takes none
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -49,6 +51,7 @@ class SweepFile(BaseModel):
     grid: dict[str, Axis] = {}
     exclude: list[Values] = []
     evaluate: dict[str, Values | None] = {}
+    entry: dict[str, Axis] = {}
 
 
 @dataclass(frozen=True)
@@ -107,13 +110,17 @@ class Sweep:
 
 
 def load_sweep(
-    path: str | Path, folder: str | Path | None = None, only: Sequence[str] = ()
+    path: str | Path,
+    folder: str | Path | None = None,
+    only: Sequence[str] = (),
+    entry: str | Path | None = None,
 ) -> Sweep:
     """Read the sweep in a file.
 
     path: the file, or the name of one of our sweeps with `-` or `_`;
     folder: for its runs, by default runs/sweeps/NAME;
-    only: `axis=value,value` words that choose cells.
+    only: `axis=value,value` words that choose cells;
+    entry: the file of an encoding that takes the place of the sweep's own ones.
     Raises UserError that lists the faults of the file, or of all chosen cells.
     """
     try:
@@ -131,6 +138,11 @@ def load_sweep(
             raise UserError(
                 f"{file}: evaluate: {label!r} becomes a file name - use letters and digits"
             )
+    home = Path("runs/sweeps") / file.stem
+    if entry is not None:
+        form = with_entry(form, Path(entry))
+        home = home.with_name(f"{file.stem}-{Path(entry).stem}")
+    home = Path(folder or home)
     evaluations = {label: dict(options or {}) for label, options in form.evaluate.items()}
     chosen = {label: options.pop("only", {}) for label, options in evaluations.items()}
     rules = [("exclude", rule) for rule in form.exclude]
@@ -171,7 +183,6 @@ def load_sweep(
             " each value once, with letters and digits"
         )
 
-    home = Path(folder) if folder else Path("runs/sweeps") / file.stem
     cells: list[Cell] = []
     faults: dict[str, list[str]] = {}  # names of cells by their fault
     for point in points:
@@ -187,6 +198,32 @@ def load_sweep(
         lines += [f"{cells[0]} ({len(cells)} cells): {fault}" for fault, cells in faults.items()]
         raise UserError("\n".join(lines))
     return Sweep(file.stem, file, home, tuple(cells))
+
+
+def with_entry(form: SweepFile, path: Path) -> SweepFile:
+    """The sweep with one encoding, a user's own, in place of those on its axis pos_emb.
+
+    path: a Python file that registers one encoding, or YAML with keys such as pos_emb_args
+    Raises UserError if the sweep takes no entries, or if the file is something else.
+    """
+    if not form.entry:
+        raise UserError("--entry: this sweep takes none - use atlas")
+    if path.suffix == ".py":
+        name, *others = registered_by(load_file(path))
+        settings: Values = {"pos_emb": name, "pos_emb_file": str(path)}
+    else:
+        try:
+            settings = read_file(path)
+        except ValueError as fault:
+            raise UserError(f"--entry: {fault}") from None
+        others = [key for key in settings if KEYS.get(key) != "position"]
+    if others:
+        raise UserError(
+            f"--entry: {path}: has {', '.join(others)} - an entry is one encoding, in a Python file"
+            " that registers it or in YAML with keys that begin with pos_emb"
+        )
+    grid = {**form.grid, **form.entry, "pos_emb": {path.stem: settings}}
+    return form.model_copy(update={"grid": grid, "exclude": []})
 
 
 def _several(value: Any) -> list[Any]:

@@ -40,7 +40,7 @@ class Work:
     """
 
     place: Path
-    sweep: tuple[Path, Path, tuple[str, ...]]
+    sweep: tuple[Path, Path, tuple[str, ...], Path | None]
     starter: tuple[str, ...] = ()
 
     def __call__(self, name: str) -> None:
@@ -157,16 +157,18 @@ def run_on(
     sweep: Sweep,
     only: Sequence[str],
     jobs: int | None,
+    entry: Path | None = None,
 ) -> None:
     """Run until no cell is left to submit; after a signal, until cancelled jobs have ended.
 
     options: resources of each job, by the engine's own names
     only: the words that chose the cells
     jobs: how many may be in the queue; default: all
+    entry: the user's own encoding that the sweep runs
     """
     with _explained(launcher):
         kind, _ = LAUNCHERS[launcher]
-        engine = kind(Work(Path.cwd(), (sweep.path, sweep.folder, tuple(only))), options)
+        engine = kind(Work(Path.cwd(), (sweep.path, sweep.folder, tuple(only), entry)), options)
     waiting = [cell for cell in sweep.cells if state_of(cell).kind != "done"]
     running: dict[Any, Cell] = {}
     attempts: Counter[tuple[str, int, int]] = Counter()

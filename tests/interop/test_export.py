@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import huggingface_hub
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,6 +43,7 @@ from megatron.interop.importing import (
     import_if_foreign,
 )
 from megatron.positions import FILES, REGISTRY
+from megatron.results.files import write_results
 from tests.encodings import every_hook
 from tests.interop.models import (
     BUMP,
@@ -55,6 +57,7 @@ from tests.interop.models import (
     random_ids,
     words,
 )
+from tests.results.rows import rows
 from tests.support import ROOT, call, modules, of_encoding
 
 pytestmark = pytest.mark.usefixtures("own_modules")
@@ -356,6 +359,16 @@ def test_the_commands_of_the_guide_run_and_write_a_card(tmp_path, monkeypatch):
     stages = "seq_length_schedule=[[32,2],[16,9]]"
     a_run(tmp_path / "runs", "pos_emb=mep_free", stages, vocab=512, **more)
     (tmp_path / "runs" / "run").rename(tmp_path / "runs" / "mep")
+    record = json.loads((tmp_path / "runs/mep/global_step5/checkpoint.json").read_text())
+    facts = {"protocol": "tail", "train_length": TRAINED, "step": 5}
+    facts |= {"config_hash": record["config_hash"], "stage_length": TRAINED}
+    noise = np.random.default_rng(0).normal(0, 0.01, 20)
+    measured = []
+    for window, loss in ((None, 2.0), (TRAINED, 2.5)):
+        losses = (loss + noise).tolist()
+        facts |= {"window": window, "window_losses": losses}
+        measured += rows("mep_free", {4 * TRAINED: np.exp(np.mean(losses))}, **facts)
+    write_results(tmp_path / "runs" / "mep" / "evaluation" / "tail.jsonl", measured)
     monkeypatch.chdir(tmp_path)
     done = call(*command.split())
     assert (done.returncode, done.stderr) == (0, "")
@@ -370,6 +383,8 @@ def test_the_commands_of_the_guide_run_and_write_a_card(tmp_path, monkeypatch):
         "| training length | 32 to 16 to 64 tokens |",
         "| stages: tokens of a window, last step | [[32, 2], [16, 9]] |",
         "| origin | tiny (gpt-neox) |",
+        "| effective length (tail, against a window of the training length, these weights)"
+        f" | {4 * TRAINED} or more |",
         "| parent | rotary step 7, config aa11, weights bb22 |",
         note,
     ):

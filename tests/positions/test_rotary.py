@@ -16,7 +16,8 @@ from transformers.models.gpt_neox.modeling_gpt_neox import (
 
 from megatron.attention import attention
 from megatron.errors import UserError
-from megatron.positions import Shape, build
+from megatron.positions import Shape, build, load_file
+from megatron.positions.rotary import spelled_out
 
 SHAPE = Shape(heads=4, head_dim=64, hidden=256, train_length=512)
 LONGROPE = {
@@ -195,3 +196,20 @@ def test_listed_frequencies_turn_as_the_definition_does():
 def test_frequencies_that_do_not_fit_are_refused(options, message):
     with pytest.raises(UserError, match=re.escape(message)):
         build("rotary", Shape(2, 8, 16, 16), **options)
+
+
+def test_a_users_subclass_is_not_spelled_as_rotary(own_registry, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from megatron.positions import register\n"
+        "from megatron.positions.rotary import Rotary\n\n"
+        "@register('half_as_fast')\n"
+        "class HalfAsFast(Rotary):\n"
+        "    def __init__(self, shape):\n"
+        "        super().__init__(shape)\n"
+        "        self.frequencies = self.frequencies / 2\n"
+    )
+    load_file(path)
+    assert spelled_out("half_as_fast", {}) == ("half_as_fast", {})
+    name, options = spelled_out("yarn", {"factor": 4.0})
+    assert (name, options["scaling"]) == ("rotary", "yarn")

@@ -1,0 +1,131 @@
+"""The atlas: what encodings reach at one small budget, and where a new one stands among them.
+
+docs/atlas.md explains the score.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pandas as pd
+
+from megatron.files import ROOT
+from megatron.protocols import TASK
+from megatron.results.claims import Claim
+from megatron.results.effective_length import EffectiveLength, effective_lengths
+from megatron.results.files import read_rows
+from megatron.results.row import ENCODING_AXIS, Row, cell_of, encoding_of, with_facts
+from megatron.results.table import Table, mean_and_std, with_spread
+
+FOLDER = ROOT / "docs" / "results"
+TEXT = "text"
+TASKS = ["induction", "needle", "recall", "flip_flop"]
+PARTS = [TEXT, *TASKS]
+SCORE = "score"
+REFERENCE = "alibi"
+FAR = 32  # the longest length is this many times the training length
+SURE = 0.01  # an entry is called better if p is below this
+ONE_SEED = "¹"
+
+
+def atlas_rows(more: Iterable[Path] = ()) -> list[Row]:
+    """The rows of the atlas in docs/results and of other files; their `cell` names the encoding."""
+    files = [*FOLDER.glob("context/*.jsonl"), *FOLDER.glob("atlas/**/*.jsonl")]
+    files += [FOLDER / "tasks" / f"{task}.jsonl" for task in TASKS]
+    rows = []
+    for row in read_rows([*sorted(files), *more]):
+        name = cell_of(row).get("pos_emb") or encoding_of(row)
+        if row.get("protocol") in ("tail", TASK):
+            rows.append(with_facts(row, {"cell": {ENCODING_AXIS: name}, "sweep": "atlas"}))
+    return rows
+
+
+class Standings(NamedTuple):
+    """What rows say of every encoding.
+
+    values: a line for each encoding and seed, a column for each part and the score; nan if a part
+        was not measured
+    curves: means over seeds, a line for each encoding, a column for each part and length
+    effective: effective lengths by encoding
+    """
+
+    values: pd.DataFrame
+    curves: pd.DataFrame
+    effective: Mapping[str, EffectiveLength]
+
+    @property
+    def names(self) -> list[str]:
+        """The encodings, the best score first, and then those with most parts."""
+        means = self.values.groupby("name").mean()
+        means["parts"] = means[PARTS].count(axis=1)
+        means["mean"] = means[PARTS].mean(axis=1)
+        order = means.sort_values([SCORE, "parts", "mean"], ascending=False)
+        return order.index.tolist()
+
+    def cell(self, name: str, part: str = SCORE) -> str:
+        """The mean of a part or the score over seeds, ± their standard deviation; or nothing."""
+        numbers = self.values.loc[name, part].dropna().tolist()
+        if not numbers:
+            return ""
+        text = with_spread("{:.0f}".format, *mean_and_std(numbers))
+        return text if len(numbers) > 1 else text + ONE_SEED
+
+    def table(self) -> Table:
+        """A line for each encoding."""
+        body = []
+        for name in self.names:
+            numbers = [self.cell(name, part) for part in (SCORE, *PARTS)]
+            body.append([name, *numbers, str(self.effective.get(name, ""))])
+        notes = [
+            "score: mean of the five parts, if all were measured; ± one standard deviation",
+            f"{TEXT}: perplexity of {REFERENCE} at {FAR} L in % of this one's; L: training length",
+            f"{', '.join(TASKS)}: % of answer tokens right, mean over 2 L to {FAR} L",
+            f"{ONE_SEED} one seed",
+        ]
+        return Table(["encoding", SCORE, *PARTS, "effective length"], body, notes)
+
+
+def standings(rows: Sequence[Row]) -> Standings:
+    """The standings of encodings; rows: as `atlas_rows` gives them.
+
+    A length that a model cannot read counts as 0. If a seed was measured on two versions of the
+    text, the one with more seeds counts.
+    """
+    frame = pd.DataFrame(rows)
+    frame["name"] = [encoding_of(row) for row in rows]
+    is_text = frame["protocol"] != TASK
+    frame["part"] = frame["corpus"].str.removeprefix("task:").mask(is_text, TEXT)
+    right = 100 * frame["token_accuracy"].fillna(0)
+    frame["number"] = frame["perplexity"].fillna(math.inf).where(is_text, right)
+
+    times = frame["length"] / frame["train_length"]
+    is_limited = frame["window"] == "train_length"
+    place = pd.MultiIndex.from_frame(frame[["seed", "text"]])
+    is_reference = (frame["name"] == REFERENCE) & (times == FAR) & ~is_limited
+    reference = frame["number"].set_axis(place)[is_reference.to_numpy()]
+    ratio = 100 * reference.reindex(place).to_numpy() / frame["number"]
+    frame["value"] = ratio.where(times == FAR).where(is_text, right.where(times > 1))
+
+    frame["seeds"] = frame.groupby(["name", "part", "split"])["seed"].transform("nunique")
+    same = ["name", "part", "seed", "length", "window"]
+    kept = frame.sort_values("seeds", kind="stable").drop_duplicates(same, keep="last")
+    effective = effective_lengths([rows[index] for index in sorted(kept.index)])
+    kept = kept[kept["window"] != "train_length"]
+    values = kept.pivot_table(index=["name", "seed"], columns="part", values="value")
+    values = values.reindex(columns=PARTS)
+    values[SCORE] = values.mean(axis=1, skipna=False)
+    curves = kept.pivot_table(index="name", columns=["part", "length"], values="number")
+    by_name = {label.split(",")[0]: length for label, length in effective.items()}
+    return Standings(values, curves, by_name)
+
+
+def claims_about(name: str, others: Iterable[str]) -> list[Claim]:
+    """That an encoding is better than others in each part, at the longest length."""
+    claims = []
+    for other in others:
+        sides = {"a": f"encoding {name}", "b": f"encoding {other}", "at": f"{FAR} L"}
+        claims.append(Claim(**sides, lower_by=0, protocol="tail"))
+        sides |= {"quantity": "token_accuracy", "higher_by": 0}
+        claims += [Claim(**sides, both=task) for task in TASKS]
+    return claims

@@ -1,0 +1,42 @@
+"""docs/atlas.md and atlas.html have the numbers of today's rows, in every cell."""
+
+import csv
+import re
+
+import pytest
+
+from megatron.report.catalogue import ATLAS, COSTS, atlas, polyline
+from megatron.results.atlas import PARTS, atlas_rows, standings
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return atlas()
+
+
+def test_the_pages_are_up_to_date(texts):
+    for ending, text in texts.items():
+        assert ATLAS[ending].read_text(encoding="utf-8") == text, "run: make docs"
+
+
+def test_both_have_a_line_with_every_number_of_an_encoding(texts):
+    measured = standings(atlas_rows())
+    with COSTS.open(encoding="utf-8") as file:
+        costs = {line["pos_emb"]: line for line in csv.DictReader(file)}
+    guide = texts[".md"].partition("## Guide")[2].partition("## What they reach")[0]
+    assert len(re.findall(r"[^\W_][\w'/-]*", re.sub(r"\]\(.*?\)", "", guide))) <= 300
+    for name in measured.names:
+        numbers = [measured.cell(name, part) for part in ("score", *PARTS)]
+        effective = str(measured.effective.get(name, ""))
+        assert f"| {' | '.join([name, *numbers, effective])} |" in texts[".md"]
+        (line,) = re.findall(rf"<tr class=[^>]*><td>{name}</td>.*?</tr>", texts[".html"], re.DOTALL)
+        cells = [re.sub("<svg.*", "", cell) for cell in re.findall("<td>(.*?)</td>", line)]
+        assert [cells[1], *cells[2:12:2], cells[12]] == [*numbers, effective]
+        if name in costs:
+            assert costs[name]["step_ratio"] in cells
+            assert f"| {costs[name]['step_ratio']} |" in texts[".md"]
+
+
+def test_a_curve_has_its_lengths_in_doublings():
+    assert polyline({32: 100, 64: 50, 256: 0}, "recall") == "0,0.0 16,10.0 48,20.0"
+    assert polyline({128: 10, 512: 200, 1024: 5000}, "text") == "0,20.0 32,0.0 48,0.0"

@@ -1,0 +1,90 @@
+"""The atlas: scores from the committed rows, and those of an encoding on another text."""
+
+import json
+import statistics
+
+import pytest
+from scipy.stats import ttest_1samp
+
+from megatron.results.atlas import PARTS, TASKS, atlas_rows, claims_about, standings
+from megatron.results.claims import judged
+from megatron.results.row import with_facts
+from tests.support import ROOT
+
+RESULTS = ROOT / "docs" / "results"
+
+
+@pytest.fixture(scope="module")
+def atlas():
+    return standings(atlas_rows())
+
+
+def lines(*names):
+    return [json.loads(line) for name in names for line in (RESULTS / name).open()]
+
+
+@pytest.mark.parametrize("name", ["mep_free", "fox", "rotary", "sinusoidal"])
+def test_a_score_is_the_mean_of_the_parts_of_the_committed_rows(atlas, name):
+    far = {
+        (row["cell"]["encoding"], row["seed"]): row["perplexity"]
+        for row in lines("context/1235.jsonl", "context/1236.jsonl", "context/1237.jsonl")
+        if row["protocol"] == "tail" and row["length"] == 4096 and not row.get("window")
+    }
+    scores = []
+    for seed in (1235, 1236, 1237):
+        parts = [100 * far["alibi", seed] / far[name, seed]]
+        for task in TASKS:
+            shares = {
+                row["length"]: 100 * row["token_accuracy"]
+                for row in lines(f"tasks/{task}.jsonl")
+                if (row["cell"]["encoding"], row["seed"]) == (name, seed)
+            }
+            assert sorted(shares) == [32, 64, 128, 256, 512, 1024]
+            parts.append(sum(shares[length] for length in (64, 128, 256, 512, 1024)) / 5)
+        assert atlas.values.loc[(name, seed), PARTS].tolist() == pytest.approx(parts)
+        scores.append(sum(parts) / 5)
+    mean, deviation = statistics.mean(scores), statistics.stdev(scores)
+    assert atlas.cell(name) == f"{mean:.0f} ± {deviation:.0f}"
+
+
+def test_the_best_score_comes_first_and_without_a_part_there_is_none(atlas):
+    scores = [atlas.values.loc[name, "score"].mean() for name in atlas.names]
+    complete = [score for score in scores if score == score]
+    assert complete == sorted(complete, reverse=True)
+    assert scores[: len(complete)] == complete
+    assert atlas.cell("learned", "induction") == "0¹"  # it can't read a longer text
+    assert atlas.cell("learned") == ""
+
+
+def test_an_encoding_on_a_newer_text_is_compared_with_the_reference_on_the_same():
+    rows = [row for row in atlas_rows() if row["pos_emb"] in ("alibi", "fox")]
+    newer = [
+        with_facts(row, {"split": "1,1,0", "text": "new", "region": "new", "perplexity": value})
+        for row, value in ((rows[0], 20.0), (rows[0], 16.0))
+        if row
+    ]
+    facts = {"protocol": "tail", "length": 4096, "train_length": 128, "seed": 1, "loss": 3.0}
+    newer = [
+        with_facts(row, facts | {"cell": {"encoding": name}, "pos_emb": name})
+        for row, name in zip(newer, ("alibi", "mine"), strict=True)
+    ]
+    atlas = standings([*rows, *newer])
+    assert atlas.cell("mine", "text") == "125¹"
+    assert atlas.cell("alibi", "text") == "100 ± 0"
+
+
+def test_an_entry_must_win_by_p_below_a_hundredth():
+    rows = atlas_rows()
+    *_, claim = claims_about("fox", ["kerple_log"])
+    assert claim.both == "flip_flop"
+    shares = {
+        (row["cell"]["encoding"], row["seed"]): row["token_accuracy"]
+        for row in lines("tasks/flip_flop.jsonl")
+        if row["length"] == 1024
+    }
+    differences = [shares["fox", seed] - shares["kerple_log", seed] for seed in (1235, 1236, 1237)]
+    p = ttest_1samp(differences, 0).pvalue
+    assert 0.01 < p < 0.05
+    (usual,), (strict,) = judged([claim], rows), judged([claim], rows, 0.01)
+    assert (usual.word, usual.p) == ("holds", pytest.approx(p))
+    assert (strict.word, strict.needed) == ("undecided", "4 seeds")
