@@ -8,7 +8,8 @@ From three common seeds on, differences are tested over seeds. With fewer, inter
 weights on this text, and nothing is marked as significant.
 
 A file of claims is YAML: `source` (paper, section, url) and `claims`. Each claim holds, fails, is
-undecided, where the sample that would decide is named, or has no rows.
+undecided, where the sample that would decide is named, or has no rows. The file of -o also lists
+the runs and commits of each claim's rows.
 
 """
 
@@ -20,7 +21,7 @@ from pathlib import Path
 from megatron.cli_errors import command_parser, guarded
 from megatron.errors import UserError
 from megatron.files import write_output
-from megatron.results.claims import FIELDS, judged, read_claims, table_of
+from megatron.results.claims import FIELDS, judged, read_claims, table_of, table_of_origins
 from megatron.results.comparison import Comparison, compared
 from megatron.results.comparison_table import tables
 from megatron.results.effective_length import table_of_effective_lengths
@@ -46,8 +47,11 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"--output: {output} is no .md and no .tex - name it so")
     source, claims = read_claims(options.claims) if options.claims else ("", [])
     rows = read_rows(options.results)
+    origins = None
     if claims:
-        written = table_of(judged(claims, rows), source).written
+        verdicts = judged(claims, rows)
+        written = table_of(verdicts, source).written
+        origins = table_of_origins(verdicts)
     elif any(row.get("protocol") == TASK for row in rows):
         raise UserError(
             "compare.py: rows of tasks have accuracies, and losses are compared here - leave their"
@@ -60,7 +64,8 @@ def main(argv: list[str] | None = None) -> int:
     if output:
         form = "latex" if output.suffix == ".tex" else "markdown"
         mark = MARKS[form]
-        write_output(output, f"{mark}\n\n{written(form)}\n".encode(), mark.encode())
+        parts = [mark, written(form), *([origins.written(form)] if origins else [])]
+        write_output(output, ("\n\n".join(parts) + "\n").encode(), mark.encode())
     print(written("text"))
     return 0
 

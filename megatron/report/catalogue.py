@@ -23,6 +23,7 @@ from megatron.positions import ALIASES, REGISTRY, Position, Shape, build, option
 from megatron.report.curves import write
 from megatron.report.encoding_figures import Panel, draw, panels
 from megatron.results.atlas import ONE_SEED, PARTS, TEXT, atlas_rows, standings
+from megatron.results.papers import published
 
 PAGE = ROOT / "docs" / "positions.md"
 FOLDER = ROOT / "docs" / "positions"
@@ -79,6 +80,7 @@ def atlas() -> dict[str, str]:
         "costs": costs,
         "parts": PARTS,
         "one_seed": ONE_SEED,
+        "published": published,
     }
     return {ending: rendered(f"atlas{ending}.jinja", **values) for ending in ATLAS}
 

@@ -166,7 +166,7 @@ class Verdict:
     """What the rows of one setting say about a claim.
 
     word: holds, fails, undecided or no rows; reason: which rows are missing
-    example: a row of the setting, at the decisive length
+    rows: of both sides, at the decisive length
     difference: at this length, with its estimate
     p_holds: one-sided; small if the difference supports the claim, near 1 if it contradicts it
     p: two-sided, corrected for all verdicts in the file
@@ -178,7 +178,7 @@ class Verdict:
     claim: Claim
     word: str = "no rows"
     reason: str = ""
-    example: Row | None = None
+    rows: Sequence[Row] = ()
     difference: Difference | None = None
     p_holds: float = 0.5
     p: float = 1.0
@@ -285,7 +285,7 @@ def _verdict(claim: Claim, ours: Sequence[Row], theirs: Sequence[Row]) -> Verdic
         if not verdicts:
             raise UserError("the two sides share no length")
     except UserError as missing:
-        return Verdict(claim, reason=str(missing), example=ours[0])
+        return Verdict(claim, reason=str(missing), rows=ours)
     verdict = max(verdicts, key=lambda verdict: verdict.p_holds)
     verdict.word, verdict.p = "holds", 2 * verdict.p_holds
     if verdict.p_holds >= 0.5:
@@ -321,7 +321,7 @@ def _at_length(claim: Claim, ours: Sequence[Row], theirs: Sequence[Row]) -> Verd
         t = claim.excess(estimate.mean) / estimate.stderr
         p_holds = 1 - float(scipy.stats.t.cdf(t, estimate.df))
     difference = replace(difference, estimate=estimate)
-    return Verdict(claim, example=example, difference=difference, p_holds=p_holds)
+    return Verdict(claim, rows=[*ours, *theirs], difference=difference, p_holds=p_holds)
 
 
 def _measured(quantity: str, row: Row) -> Row:
@@ -340,18 +340,18 @@ def _measured(quantity: str, row: Row) -> Row:
 
 def table_of(verdicts: Sequence[Verdict], source: str, alpha: float = ALPHA) -> Table:
     """One line per claim and setting, with the notes that explain it; alpha: as in `judged`."""
-    examples = [verdict.example for verdict in verdicts if verdict.example]
+    examples = [verdict.rows[0] for verdict in verdicts if verdict.rows]
     names = [f"{text_of(row)}: {row.get('protocol')}" for row in examples]
     settings = iter(labels_of(examples, GROUP, names))
     head = ("claim", "on", "verdict", "effect [95 %]", "p", "sample", "would decide")
     body, notes = [], []
     for verdict in verdicts:
         claim, difference = verdict.claim, verdict.difference
-        line = [claim.text, next(settings) if verdict.example else "", verdict.word]
+        line = [claim.text, next(settings) if verdict.rows else "", verdict.word]
         body.append(line)
         if claim.source:
             notes.append(f"{claim.text}: {claim.source}")
-        if difference is None or verdict.example is None:
+        if difference is None:
             line += [""] * 4
             notes.append(f"no rows: {claim.text}: {verdict.reason}")
             continue
@@ -366,7 +366,7 @@ def table_of(verdicts: Sequence[Verdict], source: str, alpha: float = ALPHA) -> 
         if unit == "windows" and estimate.n < FEW:
             notes.append(f"{estimate.n} windows are few: if neighbours correlate, p is too small")
         p = f"{verdict.p:.3f}" if verdict.p >= 0.001 else "<0.001"
-        line += [f"{mean} {claim.unit}{interval} at {verdict.example['length']}", p]
+        line += [f"{mean} {claim.unit}{interval} at {verdict.rows[0]['length']}", p]
         line += [f"{estimate.n:,} {unit}", verdict.needed]
     tests = sum(verdict.difference is not None for verdict in verdicts)
     notes += [
@@ -378,3 +378,14 @@ def table_of(verdicts: Sequence[Verdict], source: str, alpha: float = ALPHA) -> 
         " the encodings",
     ]
     return Table(head, body, list(dict.fromkeys(notes)), title=source)
+
+
+def table_of_origins(verdicts: Sequence[Verdict]) -> Table:
+    """The runs and commits of each claim's rows, for the appendix of a paper."""
+    body = []
+    for verdict in verdicts:
+        runs = [row.get("checkpoint") or row["config_hash"] for row in verdict.rows]
+        commits = [row.get("commit") or "unknown" for row in verdict.rows]
+        names = [", ".join(dict.fromkeys(texts)) for texts in (runs, commits)]
+        body.append([verdict.claim.text, *names])
+    return Table(("claim", "runs", "commits"), body, title="where the claims come from")

@@ -8,6 +8,7 @@ from scipy.stats import ttest_1samp
 
 from megatron.results.atlas import PARTS, TASKS, atlas_rows, claims_about, standings
 from megatron.results.claims import judged
+from megatron.results.papers import published
 from megatron.results.row import with_facts
 from tests.support import ROOT
 
@@ -54,6 +55,18 @@ def test_the_best_score_comes_first_and_without_a_part_there_is_none(atlas):
     assert scores[: len(complete)] == complete
     assert atlas.cell("learned", "induction") == "0¹"  # it can't read a longer text
     assert atlas.cell("learned") == ""
+
+
+def test_the_order_of_text_is_that_of_kerples_table_3(atlas):
+    """As the page says: but for KERPLE's two kernels, which differ by 1 % or less."""
+    names = ["kerple_log", "alibi", "t5", "rotary", "sinusoidal"]
+    ours = [atlas.values.loc[name, "text"].mean() for name in names]
+    assert ours == sorted(ours, reverse=True)
+    for encodings in published("kerple_table3").cells.values():
+        theirs = [float(encodings[name][16384][0]) for name in names]
+        assert theirs == sorted(theirs)
+        log, power = (float(encodings[f"kerple_{kind}"][16384][0]) for kind in ("log", "power"))
+        assert log <= power <= 1.01 * log
 
 
 def test_an_encoding_on_a_newer_text_is_compared_with_the_reference_on_the_same():

@@ -1,6 +1,8 @@
 """Claims: fields, the rows that answer them, and verdicts in simulations of known truth."""
 
+import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from megatron.errors import UserError
 from megatron.results.claims import FIELDS, Claim, has_length, judged, read_claims, table_of
 from megatron.results.statistics import Estimate, mean_of_blocks, t_quantile, values_needed
 from tests.results.rows import row, row_of_blocks, rows
+from tests.support import ROOT, call
 
 # Seeds for a power of 0.8 of a paired t, two-sided 0.05, by Cohen's d: G*Power
 GPOWER = {0.2: 199, 0.5: 34, 0.8: 15}
@@ -127,7 +130,7 @@ def test_a_claim_is_judged_in_each_setting_that_has_its_rows():
         measured += seeds("a", {512: [3, 3.1, 3.2]}, corpus=corpus)
         measured += seeds("b", {512: [3 + gap, 3.101 + gap, 3.202 + gap]}, corpus=corpus)
     verdicts = judged([lower("a", "b")], measured)
-    assert [(verdict.example["corpus"], verdict.word) for verdict in verdicts] == [
+    assert [(verdict.rows[0]["corpus"], verdict.word) for verdict in verdicts] == [
         ("github", "holds"),
         ("arxiv", "fails"),
     ]
@@ -222,7 +225,7 @@ def test_a_change_is_paired_block_by_block_of_the_same_text():
     measured.append(row_of_blocks("a", longer.reshape(16, 4)))
     change = {"a": "a", "at": "4 L", "b_at": "L"}
     verdict = only(Claim(**change, higher_by=20), measured)
-    assert (verdict.word, verdict.example["length"]) == ("holds", 2048)
+    assert (verdict.word, verdict.rows[0]["length"]) == ("holds", 2048)
     assert verdict.difference.unit == "blocks"
     assert only(Claim(**change, higher_by=50), measured).word == "fails"
     assert only(Claim(**change, lower_by=-50), measured).word == "holds"
@@ -238,7 +241,7 @@ def test_at_every_length_the_claim_must_hold():
     assert only(lower("a", "b", [512, 1024]), measured).word == "holds"
     measured += seeds("a", {4096: high}) + seeds("b", {4096: low})
     verdict = only(lower("a", "b", ">= 512"), measured)
-    assert (verdict.word, verdict.example["length"]) == ("fails", 4096)
+    assert (verdict.word, verdict.rows[0]["length"]) == ("fails", 4096)
 
 
 def test_accuracies_of_tasks():
@@ -319,3 +322,26 @@ def test_the_blocks_that_a_verdict_asks_for_decide_with_about_the_power_of_80_pe
         estimate = mean_of_blocks(values)
         decisions += estimate.mean > t_quantile(0.975, estimate.df) * estimate.stderr
     assert abs(decisions / 400 - 0.8) < 0.1
+
+
+def test_the_output_names_the_runs_and_commits_of_each_claim(tmp_path):
+    folder = ROOT / "docs" / "results" / "context"
+    claims = tmp_path / "claims.yml"
+    claims.write_text(
+        "source: {paper: mine, section: plan, url: none}\n"
+        "claims: [{a: fox, b: alibi, at: 8 L, lower_by: 0, protocol: tail}]\n"
+    )
+    output = tmp_path / "claims.md"
+    words = (*sorted(folder.glob("*.jsonl")), "--claims", claims, "-o", output)
+    assert call("tools/compare.py", *words).returncode == 0
+    [line] = re.findall(r"^\| fox is lower .* \| (runs.*) \| (.*) \|$", output.read_text(), re.M)
+    runs = [
+        f"runs/sweeps/context/{name}-{seed}/global_step4000"
+        for name in ("fox", "alibi")
+        for seed in (1235, 1236, 1237)
+    ]
+    assert line[0].split(", ") == runs
+    lines = [json.loads(text) for path in folder.glob("*.jsonl") for text in path.open()]
+    at_8_l = [row for row in lines if (row["protocol"], row["length"]) == ("tail", 1024)]
+    commits = {row["commit"] for row in at_8_l if row["checkpoint"] in runs}
+    assert set(line[1].split(", ")) == commits
