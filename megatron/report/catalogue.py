@@ -27,7 +27,7 @@ from megatron.results.papers import published
 
 PAGE = ROOT / "docs" / "positions.md"
 FOLDER = ROOT / "docs" / "positions"
-ATLAS = {path.suffix: path for path in (ROOT / "docs" / "atlas.md", ROOT / "docs" / "atlas.html")}
+ATLAS = {".md": ROOT / "docs" / "atlas.md", ".html": ROOT / "docs" / "atlas_table.html"}
 COSTS = ROOT / "docs" / "performance" / "encodings.csv"
 PERPLEXITIES = 10, 200  # at the edges of a small curve
 SHAPE = Shape(heads=12, head_dim=64, hidden=768, train_length=512)

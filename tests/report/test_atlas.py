@@ -1,4 +1,4 @@
-"""docs/atlas.md and atlas.html have the numbers of today's rows, in every cell."""
+"""docs/atlas.md and atlas_table.html have the numbers of today's rows, in every cell."""
 
 import csv
 import re
