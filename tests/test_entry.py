@@ -6,7 +6,7 @@ from megatron import cli_errors, entry
 from megatron.config import load
 from megatron.errors import UserError
 from tests.config.small import SIZES
-from tests.support import LAUNCHED, run
+from tests.support import LAUNCHED
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def test_a_fault_is_one_message_of_the_rank_that_has_it(capsys, monkeypatch):
     assert capsys.readouterr().err == "rank 3: save: is full - free some space\n"
 
 
-def test_a_status_and_what_runs_at_the_end_survive_two_ranks():
+def test_a_status_and_what_runs_at_the_end_survive_two_ranks(forks, tmp_path):
     lines = [
         "import atexit",
         "from megatron import entry",
@@ -66,7 +66,9 @@ def test_a_status_and_what_runs_at_the_end_survive_two_ranks():
         "def main(config, options): raise SystemExit(3)",
         "entry.run(main, config_needed=False, argv=[])",
     ]
-    done = run("-c", "\n".join(lines), env=dict.fromkeys(LAUNCHED, "2"))
+    script = tmp_path / "script.py"
+    script.write_text("\n".join(lines))
+    done = forks.run(script, env=dict.fromkeys(LAUNCHED, "2"))
     assert (done.returncode, done.stdout.split()) == (3, ["first", "last"]), done.stderr
 
 

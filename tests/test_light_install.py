@@ -144,7 +144,7 @@ def test_the_package_stands_beside_megatron_core_whichever_is_found_first(tmp_pa
     (core / "__init__.py").write_text("__version__ = '0'\n")
     folders = [str(ROOT), str(core.parents[1])]
     for order in (folders, folders[::-1]):
-        for names in ("megatron.core, megatron.positions", "megatron.positions, megatron.core"):
-            code = f"import {names}; print(megatron.core.__version__, megatron.positions.__file__)"
+        for names in ("megatron.core, megatron.errors", "megatron.errors, megatron.core"):
+            code = f"import {names}; print(megatron.core.__version__, megatron.errors.__file__)"
             done = run("-c", code, cwd=tmp_path, env={"PYTHONPATH": os.pathsep.join(order)})
-            assert done.stdout.split() == ["0", str(ROOT / "megatron/positions/__init__.py")]
+            assert done.stdout.split() == ["0", str(ROOT / "megatron/errors.py")]

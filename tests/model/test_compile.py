@@ -58,9 +58,9 @@ def test_equal_layers_are_one_graph_for_every_encoding(name):
 
 @pytest.mark.parametrize("name", marked(["rotary", "kerple_log", "fox"], ["kerple_log"]))
 def test_an_evaluation_compiles_at_most_once_for_each_length(name):
-    gpt = Subject(name).gpt("eager", layers=3)
+    gpt = Subject(name).gpt("eager", layers=2)
     gpt.compile_layers(backend="eager", fullgraph=True)
-    lengths = [32, 64, 128, 96, 256, 48, 512, 80, 1024, 112]
+    lengths = [32, 64, 128, 96, 16, 48, 24, 80, 112]  # torch's own limit is 8
     for length in (*lengths, *lengths):
         with torch.no_grad():
             gpt(random_ids(length) % VOCAB)
@@ -70,7 +70,7 @@ def test_an_evaluation_compiles_at_most_once_for_each_length(name):
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 def test_documents_and_recomputed_layers_are_the_same_compiled(backend):
     """sdpa's blocks break the graph, and are right."""
-    gpt = Subject("kerple_log").gpt(backend, layers=3).train()
+    gpt = Subject("kerple_log").gpt(backend, layers=2).train()
     gpt.end_of_document = 5
     gpt.use_attention(replace(gpt.attention, reset_attention_mask=True))
     gpt.checkpoint_activations = True

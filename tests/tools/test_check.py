@@ -29,7 +29,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_the_table_fits_a_terminal_and_a_failure_is_the_exit_status(folder, capsys):
-    assert main(["of_somebody:bias"]) == 1
+    assert main(["of_somebody:bias", "--length", "1024"]) == 1
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 100
     assert "FAIL  Slopes of ALiBi are its authors'" in printed
