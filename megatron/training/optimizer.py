@@ -123,7 +123,9 @@ def named_groups(model: nn.Module, settings: Optimizer) -> tuple[Named, Named, N
 
 
 def averages_of(model: nn.Module, settings: Optimizer) -> Mapping[str, tuple[str, ...]]:
-    """The keys of the averages that the optimizer keeps for each parameter."""
-    matrices, *others = named_groups(model, settings)
-    names = [name for group in others for name, _ in group]
-    return dict.fromkeys(names, AVERAGES) | dict.fromkeys(dict(matrices), MOMENTUM)
+    """The keys of the averages that the optimizer keeps for each parameter that learns."""
+    matrices, *_ = named_groups(model, settings)
+    keys: dict[str, tuple[str, ...]] = dict.fromkeys(dict(matrices), MOMENTUM)
+    for name, parameter in model.named_parameters():
+        keys.setdefault(name, AVERAGES if parameter.requires_grad else ())
+    return keys

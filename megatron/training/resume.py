@@ -85,7 +85,7 @@ def give(trainer: Trainer, weight: Callable[[str], Tensor], state: safe_open | N
                 )
             if stage == 0 and key:
                 optimizer.state[parameter][key] = torch.empty_like(parameter).copy_(whole)
-            elif stage == 0:
+            elif stage == 0 or (stage < 3 and not parameter.requires_grad):
                 parameter.data.copy_(whole)
             elif stage < 3:
                 safe_set_full_optimizer_state(parameter, whole, key)
@@ -93,6 +93,8 @@ def give(trainer: Trainer, weight: Callable[[str], Tensor], state: safe_open | N
                 if not key:
                     with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                         parameter.data.copy_(whole)
+                if not parameter.requires_grad:
+                    continue
                 # DeepSpeed's own call for whole tensors cannot pad the last rank's piece.
                 size = parameter.ds_tensor.numel()
                 start = engine.global_rank * size

@@ -198,7 +198,7 @@ class Trainer:
         for position in cast(Iterable[Position], self.model.positions):
             for module, name, parameter in position.own_parameters():
                 size = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO 3 divides it
-                if size <= SMALL:
+                if size <= SMALL and parameter.requires_grad:
                     module.exact[name] = cast(Tensor, safe_get_full_fp32_param(parameter))
 
 

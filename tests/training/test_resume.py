@@ -27,6 +27,21 @@ STAGES = [
     " {logn_scale: true, pos_emb_args: {scaling: yarn, factor: 4, original_length: 16}}]"
 ]
 """The run is broken where the second begins."""
+FROZEN = """
+import torch
+from megatron.positions import register
+from megatron.positions.base import DistanceBias
+
+@register("frozen_slope")
+class FrozenSlope(DistanceBias):
+    def __init__(self, shape):
+        super().__init__(shape)
+        slope = torch.full((shape.heads,), 0.125)
+        self.slope = torch.nn.Parameter(slope, requires_grad=False)
+
+    def log_kernel(self, distance):
+        return -self.bounded("slope")[:, None] * distance
+"""
 DOCUMENTS = ["reset_attention_mask=true", "reset_position_ids=true", "eod_mask_loss=true"]
 
 
@@ -280,6 +295,21 @@ def test_weight_decay_of_the_encoding_can_change(grid, corpus, tmp_path):
     new = tmp_path / "new"
     train(load([], recipe(corpus, new, 0, *more, source=tmp_path / "run")), grid)
     assert losses(new) == pytest.approx(losses(tmp_path / "run"), abs=1e-3)
+
+
+@pytest.mark.parametrize("how", ["zero_optimization.stage=1", "precision=bf16"])
+def test_a_frozen_number_of_an_encoding_is_saved_and_resumed(
+    grid, corpus, tmp_path, own_registry, how
+):
+    path = tmp_path / "frozen.py"
+    path.write_text(FROZEN)
+    words = [how, "pos_emb=frozen_slope", "pos_emb_args={}", f"pos_emb_file={path}"]
+    train(settings(corpus, tmp_path / "run", *words), grid)
+    weights = load_file(tmp_path / "run" / "global_step8" / "model.safetensors")
+    assert weights["positions.0.slope"].tolist() == [0.125] * 4
+    broken = interrupted(tmp_path / "run", 4, tmp_path / "broken")
+    train(settings(corpus, broken, *words), grid)
+    check_same(tmp_path / "run", broken)
 
 
 def test_another_optimizer_is_refused_or_starts_fresh(grid, corpus, trained, tmp_path):
