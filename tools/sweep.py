@@ -26,6 +26,7 @@ from megatron.evaluation.options import number
 from megatron.results.atlas import REFERENCE, SURE, atlas_rows, claims_about, standings
 from megatron.results.claims import judged, table_of
 from megatron.results.files import read_rows
+from megatron.results.table import Table
 from megatron.splits import TASK_PREFIX
 from megatron.sweeps.cells import (
     State,
@@ -132,7 +133,11 @@ def place_of_entry(name: str, results: Path) -> str:
     best, *_ = (other for other in standing.names if other != name)
     verdicts = judged(claims_about(name, dict.fromkeys([best, REFERENCE])), rows, SURE)
     decided = table_of(verdicts, f"Is {name} better?", SURE)
-    return f"{standing.table().text()}\n\n{decided.text()}"
+    columns = (0, 2, 3, 6)  # narrow enough for a terminal
+    lines = [[line[column] for column in columns] for line in (decided.head, *decided.body)]
+    narrow = Table(lines[0], lines[1:], decided.notes, decided.title)
+    text = narrow.text().replace("encoding ", "")
+    return f"{standing.table().text()}\n\n{text}"
 
 
 def check(sweep: Sweep, entry: Path | None) -> int:
