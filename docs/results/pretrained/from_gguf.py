@@ -3,12 +3,17 @@
 import sys
 from pathlib import Path
 
+import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 file, folder = map(Path, sys.argv[1:])
-model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
-model.float().save_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+if quantizer := getattr(
+    model, "hf_quantizer", None
+):  # its numbers are float32, but it can't be saved
+    quantizer.remove_quantization_config(model)
+model.save_pretrained(folder)
 tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
 digits = pre_tokenizers.Digits(individual_digits=True)  # as llama.cpp splits for `smollm`
 words = pre_tokenizers.ByteLevel(add_prefix_space=False)
