@@ -320,7 +320,7 @@ def test_a_model_keeps_how_texts_begin_and_end(form, tokenizers, tmp_path):
         whole = Tokenizer.from_file(str(tokenizers["HFTokenizer"][0] / "tokenizer.json"))
         whole.add_special_tokens(["<|im_end|>"])
         whole.save(str(source / "tokenizer.json"))
-        settings = {"eos_token": "<|im_end|>", "chat_template": "{{ messages[0].content }}"}
+        settings = {"eos_token": "<|im_end|>", "chat_template": "{{ messages[0].content }}\n"}
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
     record = load_for_evaluation(import_checkpoint(source, tmp_path / "run").path)[2]["tokenizer"]
     export(tmp_path / "run", out)

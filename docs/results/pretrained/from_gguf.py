@@ -9,9 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 file, folder = map(Path, sys.argv[1:])
 model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-if quantizer := getattr(
-    model, "hf_quantizer", None
-):  # its numbers are float32, but it can't be saved
+if quantizer := getattr(model, "hf_quantizer", None):  # which refuses to save, even float32
     quantizer.remove_quantization_config(model)
 model.save_pretrained(folder)
 tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
