@@ -22,15 +22,39 @@ def tables(capsys, words, status=0):
     return found
 
 
-def test_steps_and_evaluations_stand_beside_the_first_and_a_reason_where_one_cannot_run(capsys):
+def test_times_stand_beside_the_first_and_a_reason_where_an_encoding_cannot_run(capsys):
     step, evaluation = "step of 2 x 16 tokens", "evaluation of 300 tokens"
+    token = "a token after 300"
     printed = tables(capsys, "rotary learned cable --length 300 --batch 2", status=1)
-    assert printed.keys() == {step, evaluation}
+    assert printed.keys() == {step, evaluation, token}
     for rows in printed.values():
         assert rows.keys() == {"rotary", "learned", "cable"}
         assert rows["rotary"] == "1"
+        assert float(rows["cable"]) > 0
     assert float(printed[step]["learned"]) > 0
     assert printed[evaluation]["learned"] == "-"  # 16 rows of positions
+    assert printed[token]["learned"] == "-"
+
+
+def test_no_token_is_timed_beside_nanogpt_which_has_no_cache(capsys):
+    printed = tables(capsys, "nanogpt rotary --length 20")
+    assert printed.keys() == {"step of 1 x 16 tokens", "evaluation of 20 tokens"}
+
+
+@pytest.mark.parametrize("name", ["rotary", "t5", "abacus", "cope", "fox", "path", "wall"])
+def test_a_token_after_a_text_sees_all_of_it(name):
+    sizes = {"hidden": 32, "layers": 2, "heads": 4, "vocab": 40, "train_length": 16, "length": 24}
+    options = bench.argparse.Namespace(**sizes)
+    settings = bench.options_in_file(name, 32)
+    torch.manual_seed(0)
+    call = bench.evaluation(True, options, name, settings)
+    logits = torch.cat([call(), call()], dim=1)
+
+    torch.manual_seed(0)  # the same weights and text
+    gpt = bench.model(options, name, settings)
+    text = torch.randint(options.vocab, (1, options.length))
+    whole_text = torch.cat([text, text[:, :1], text[:, :1]], dim=1)
+    torch.testing.assert_close(logits, gpt(whole_text)[:, -2:], atol=1e-5, rtol=1e-5)
 
 
 def test_attention_with_each_kind_of_term_stands_beside_plain_attention(capsys):
@@ -49,7 +73,7 @@ def test_flex_attention_computes_what_ours_does():
         outputs = []
         for name in ("kerple_log", "kerple_log" + bench.FLEX):
             torch.manual_seed(0)
-            outputs.append(bench.attention(options, 128, False, name, {})())
+            outputs.append(bench.attention(128, False, options, name, {})())
     torch.testing.assert_close(*outputs)
 
 
