@@ -109,22 +109,22 @@ def standings(rows: Sequence[Row]) -> Standings:
 
     frame["seeds"] = frame.groupby(["name", "part", "split"])["seed"].transform("nunique")
     same = ["name", "part", "seed", "length", "window"]
-    kept = frame.sort_values("seeds", kind="stable").drop_duplicates(same, keep="last")
-    effective = effective_lengths([rows[index] for index in sorted(kept.index)])
-    kept = kept[kept["window"] != "train_length"]
-    values = kept.pivot_table(index=["name", "seed"], columns="part", values="value")
+    counted = frame.sort_values("seeds", kind="stable").drop_duplicates(same, keep="last")
+    effective = effective_lengths([rows[index] for index in sorted(counted.index)])
+    counted = counted[counted["window"] != "train_length"]
+    values = counted.pivot_table(index=["name", "seed"], columns="part", values="value")
     values = values.reindex(columns=PARTS)
     values[SCORE] = values.mean(axis=1, skipna=False)
-    curves = kept.pivot_table(index="name", columns=["part", "length"], values="number")
+    curves = counted.pivot_table(index="name", columns=["part", "length"], values="number")
     by_name = {label.split(",")[0]: length for label, length in effective.items()}
     return Standings(values, curves, by_name)
 
 
-def claims_about(name: str, others: Iterable[str]) -> list[Claim]:
-    """That an encoding is better than others in each part, at the longest length."""
+def claims_about(name: str, rivals: Iterable[str]) -> list[Claim]:
+    """That an encoding is better than its rivals in each part, at the longest length."""
     claims = []
-    for other in others:
-        sides = {"a": f"encoding {name}", "b": f"encoding {other}", "at": f"{FAR} L"}
+    for rival in rivals:
+        sides = {"a": f"encoding {name}", "b": f"encoding {rival}", "at": f"{FAR} L"}
         claims.append(Claim(**sides, lower_by=0, protocol="tail"))
         sides |= {"quantity": "token_accuracy", "higher_by": 0}
         claims += [Claim(**sides, both=task) for task in TASKS]

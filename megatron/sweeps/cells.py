@@ -209,17 +209,17 @@ def with_entry(form: SweepFile, path: Path) -> SweepFile:
     if not form.entry:
         raise UserError("--entry: this sweep takes none - use atlas")
     if path.suffix == ".py":
-        name, *others = registered_by(load_file(path))
+        name, *unwanted = registered_by(load_file(path))
         settings: Values = {"pos_emb": name, "pos_emb_file": str(path)}
     else:
         try:
             settings = read_file(path)
         except ValueError as fault:
             raise UserError(f"--entry: {fault}") from None
-        others = [key for key in settings if KEYS.get(key) != "position"]
-    if others:
+        unwanted = [key for key in settings if KEYS.get(key) != "position"]
+    if unwanted:
         raise UserError(
-            f"--entry: {path}: has {', '.join(others)} - an entry is one encoding, in a Python file"
+            f"--entry: {path}: has {', '.join(unwanted)} - an entry is one encoding: a Python file"
             " that registers it or in YAML with keys that begin with pos_emb"
         )
     grid = {**form.grid, **form.entry, "pos_emb": {path.stem: settings}}

@@ -9,10 +9,10 @@ from megatron.sweeps.cells import Sweep
 PLACE = ("corpus", "part", "split", "protocol", "length", "windows")
 
 
-def faults_of_entry(sweep: Sweep, rows: Sequence[Row], others: Sequence[Row]) -> list[str]:
+def faults_of_entry(sweep: Sweep, rows: Sequence[Row], atlas: Sequence[Row]) -> list[str]:
     """A line for each cell with other lengths than its sweep's, and for each row of another text.
 
-    rows: of the entry; others: of the encodings that it is compared with
+    rows: of the entry; atlas: of the encodings that it is compared with
     """
     faults = []
     for cell in sweep.cells:
@@ -26,7 +26,7 @@ def faults_of_entry(sweep: Sweep, rows: Sequence[Row], others: Sequence[Row]) ->
                 f"{cell.name}: {len(ours)} rows of configuration {cell.config.hash}, not"
                 f" {expected.total()} - run the sweep with this entry"
             )
-    texts = {identity(row, PLACE): row.get("text") for row in others}
+    texts = {identity(row, PLACE): row.get("text") for row in atlas}
     for row in rows:
         place = identity(row, PLACE)
         if row.get("text") != texts.get(place, row.get("text")):
