@@ -72,8 +72,8 @@ class FoPE(Position):
         self.register_buffer("frequencies", frequencies.float(), persistent=False)
 
         first = torch.zeros(len(frequencies), outputs)
-        column = torch.arange(outputs)
-        first[column * math.ceil(len(frequencies) / outputs), column] = 1.0
+        row = torch.arange(0, len(frequencies), math.ceil(len(frequencies) / outputs))
+        first[row, torch.arange(len(row))] = 1.0  # the last columns may have none, as there
         seed = whole("seed", seed, most=2**31)
         generator = None if learned else torch.Generator().manual_seed(seed)
         sizes = first.shape if shared else (shape.heads, *first.shape)

@@ -4,6 +4,7 @@ GOLDEN_ENCODINGS names another folder of the format that tests/golden/README.md 
 other sizes. A file that is not there skips its test.
 """
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,19 @@ def test_fope_begins_with_the_frequencies_and_mixtures_of_the_authors(variant):
     for theirs, ours in CASES["fope"][variant].numbers.items():
         close(almost_fixed.bounded(ours), golden.numbers[f"init_eye.{theirs}"], 1e-7)
         assert not torch.equal(drawn.bounded(ours), almost_fixed.bounded(ours))
+
+
+@pytest.mark.parametrize(("head_dim", "train_length"), [(64, 512), (64, 2048), (128, 8192)])
+def test_fopes_first_mixtures_are_the_authors_at_any_length(head_dim, train_length):
+    """get_step_eye of olmo/model.py at bd94b20: a 1 every ceil(inputs / outputs) inputs."""
+    position = build("fope", Shape(2, head_dim, 128, train_length), gain=1e-9)
+    inputs, outputs = position.cosines.shape[1:]
+    expected = torch.zeros(inputs, outputs)
+    step = math.ceil(inputs / outputs)
+    for column in range(outputs):
+        if column * step < inputs:
+            expected[column * step, column] = 1.0
+    torch.testing.assert_close(position.cosines[0], expected, rtol=0, atol=1e-6)
 
 
 def test_fope_draws_as_xavier_does_over_pairs_and_heads():
