@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron.checkpoints.read import load_for_evaluation
 from megatron.cli_errors import command_parser, guarded
 from megatron.config.yaml_files import read_overrides
-from megatron.conformance.checks import examine
+from megatron.conformance.checks import CHECKS, examine
 from megatron.conformance.subject import (
     FACT,
     FAILS,
@@ -77,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments.plot:
         sizes = f"{subject.heads} heads of {subject.head_dim}"
         heading = f"{title}, {sizes}, trained at {subject.train_length} tokens"
-        return report(heading, examine(subject))
+        subject.position()  # a wrong name or option is no finding
+        return report(heading, examine(subject, CHECKS))
 
     from megatron.report.curves import write  # matplotlib, which checks don't need
     from megatron.report.encoding_figures import NO_PICTURE, draw, panels
