@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     options = parser.parse_args(words)
     output = options.output
-    files = list(map(TokenFile.open, options.prefixes))
+    files = list(map(TokenFile, options.prefixes))
     if place_of(output) in map(place_of, options.prefixes):
         raise UserError(f"-o: {output} is one of the files to merge - choose another place")
     tokenizers = [file.meta.get("tokenizer", {}) for file in files]
