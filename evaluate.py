@@ -14,7 +14,6 @@ After an interruption, run the same command again to continue.
 """
 
 import argparse
-from typing import NoReturn
 
 from megatron.config import Config
 from megatron.entry import run
@@ -91,9 +90,5 @@ def show(evaluation: MeasuredRows) -> None:
         print(f"written to {file}")
 
 
-def command() -> NoReturn:
-    run(main, purpose="evaluate", options=add_all_options, config_needed=False)
-
-
 if __name__ == "__main__":
-    command()
+    run(main, purpose="evaluate", options=add_all_options, config_needed=False)

@@ -16,20 +16,18 @@ import sys
 from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
-from typing import NoReturn
 
 from megatron.config import Config
 from megatron.entry import run
 from megatron.errors import UserError, visible
-from megatron.evaluation.loaded_run import opened_with_tokenizer, variant
-from megatron.evaluation.methods import MeasuredAttention
+from megatron.evaluation.loaded_run import checked_tokenizer, loaded_model, variant
+from megatron.evaluation.methods import MOST, MeasuredAttention
 from megatron.evaluation.options import DTYPES, VARIED, add_attention, number
 from megatron.files import check_output, read_small, write_output
 from megatron.generation import generated, prompt_ids
 from megatron.parallel.grid import device_alone
 from megatron.parallel.threads import count_parameters, use_threads
 
-MOST = 2**24  # tokens: beyond, positions are not exact in float32
 SETTINGS = (
     "max_new_tokens",
     "temperature",
@@ -86,7 +84,8 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
     prompts = prompts_of(arguments)
     device = device_alone()
 
-    trained, tokenizer = opened_with_tokenizer(config, arguments.checkpoint, arguments.step)
+    trained = loaded_model(config, arguments.checkpoint, arguments.step)
+    tokenizer = checked_tokenizer(trained)
     model = trained.model
     changes = {key: getattr(arguments, key) for key in VARIED if hasattr(arguments, key)}
     if "window" in changes:
@@ -153,9 +152,5 @@ def prompts_of(arguments: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def command() -> NoReturn:
-    run(main, options=add_options, config_needed=False)
-
-
 if __name__ == "__main__":
-    command()
+    run(main, options=add_options, config_needed=False)
