@@ -43,8 +43,12 @@ def run(
     start_logging()
     flush_denormals()
     parser = CommandParser(description=sys.modules[main.__module__].__doc__, epilog=KEYS_ARE)
-    words_help = "YAML files, merged in order, then settings"
-    parser.add_argument("words", nargs="*", metavar="FILE | key=value", help=words_help)
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="FILE | key=value",
+        help="YAML files, merged in order, then settings",
+    )
     add_conf_dir(parser)
     # Launchers pass this option, but the environment has the number too.
     parser.add_argument("--local-rank", help=argparse.SUPPRESS)

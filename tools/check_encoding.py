@@ -42,23 +42,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser(__doc__)
     add = parser.add_argument
     add("name", help="the encoding, as in pos_emb; with --plot also the folder of a run")
-    user_file = "your own Python file that registers encodings"
-    add("--from", dest="file", type="path", metavar="FILE", help=user_file)
-    option = "an option of the encoding, as in pos_emb_args; may be repeated"
-    add("--option", action="append", default=[], metavar="KEY=VALUE", help=option)
+    add(
+        "--from",
+        dest="file",
+        type="path",
+        metavar="FILE",
+        help="your own Python file that registers encodings",
+    )
+    add(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an option of the encoding, as in pos_emb_args; may be repeated",
+    )
     size = number(1, 1024)
     add("--heads", type=size, help=f"default: {Subject.heads}, or 12 for a picture")
     add("--head-dim", type=size, help=f"default: {Subject.head_dim}, or 64 for a picture")
-    length = f"seq_length of the model; default: {Subject.train_length}, or 512 for a picture"
-    add("--train-length", type=number(32, 2**17), help=length)
+    add(
+        "--train-length",
+        type=number(32, 2**17),
+        help=f"seq_length of the model; default: {Subject.train_length}, or 512 for a picture",
+    )
     add(
         "--plot",
         type=Path,
         metavar="PICTURE",
         help="draw the encoding instead, as .png, .svg or .pdf",
     )
-    distances = "distances to draw; default: %(default)s"
-    add("--length", type=number(2, 2**20), default=16384, help=distances)
+    add(
+        "--length",
+        type=number(2, 2**20),
+        default=16384,
+        help="distances to draw; default: %(default)s",
+    )
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.ERROR)
 

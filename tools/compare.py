@@ -35,8 +35,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = command_parser(f"{__doc__}{FIELDS}")
     add = parser.add_argument
     add("results", type=Path, nargs="+", metavar="FILE", help="JSON lines that evaluate.py wrote")
-    against = "reference of the comparison; default: the first encoding"
-    add("--against", metavar="NAME", help=against)
+    add(
+        "--against", metavar="NAME", help="reference of the comparison; default: the first encoding"
+    )
     add("--claims", type="path", metavar="FILE", help="a .yml, or a name in configs/claims")
     add("-o", "--output", type=Path, metavar="FILE", help="a .md or a .tex to write too")
     options = parser.parse_args(argv)

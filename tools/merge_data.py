@@ -22,8 +22,13 @@ from megatron.files import place_of
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser(__doc__)
     add = parser.add_argument
-    files = "token files, without .bin and .idx"
-    add("prefixes", type="path", nargs="+", metavar="PREFIX", help=files)
+    add(
+        "prefixes",
+        type="path",
+        nargs="+",
+        metavar="PREFIX",
+        help="token files, without .bin and .idx",
+    )
     add("-o", "--output", type="path", required=True, metavar="PREFIX", help="the merged file")
     add("--overwrite", action="store_true", help="replace an existing file with this name")
     words = sys.argv[1:] if argv is None else argv
