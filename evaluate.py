@@ -14,7 +14,6 @@ After an interruption, run the same command again to continue.
 """
 
 import argparse
-from typing import NoReturn
 
 from megatron.config import Config
 from megatron.entry import run
@@ -34,12 +33,25 @@ def add_all_options(parser: argparse.ArgumentParser) -> None:
     """The options of evaluate.py, in addition to files and settings."""
     add_options(parser)
     add = parser.add_argument
-    tasks = "run tasks of lm-evaluation-harness instead of measuring perplexity (docs/harness.md)"
-    add("--tasks", "--eval-tasks", nargs="+", metavar="NAME", help=tasks)
-    limit = "use at most N documents of each task, to try it out"
-    add("--limit", type=number(1, 10**9), metavar="N", help=limit)
-    shots = "examples in each prompt; default: as the task says"
-    add("--num-fewshot", type=number(0, 1000), metavar="N", help=shots)
+    add(
+        "--tasks",
+        "--eval-tasks",
+        nargs="+",
+        metavar="NAME",
+        help="run tasks of lm-evaluation-harness instead of measuring perplexity (docs/harness.md)",
+    )
+    add(
+        "--limit",
+        type=number(1, 10**9),
+        metavar="N",
+        help="use at most N documents of each task, to try it out",
+    )
+    add(
+        "--num-fewshot",
+        type=number(0, 1000),
+        metavar="N",
+        help="examples in each prompt; default: as the task says",
+    )
 
 
 def main(config: Config | None, arguments: argparse.Namespace) -> None:
@@ -91,9 +103,5 @@ def show(evaluation: MeasuredRows) -> None:
         print(f"written to {file}")
 
 
-def command() -> NoReturn:
-    run(main, purpose="evaluate", options=add_all_options, config_needed=False)
-
-
 if __name__ == "__main__":
-    command()
+    run(main, purpose="evaluate", options=add_all_options, config_needed=False)

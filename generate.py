@@ -16,20 +16,18 @@ import sys
 from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
-from typing import NoReturn
 
 from megatron.config import Config
 from megatron.entry import run
 from megatron.errors import UserError, visible
-from megatron.evaluation.loaded_run import opened_with_tokenizer, variant
-from megatron.evaluation.methods import MeasuredAttention
+from megatron.evaluation.loaded_run import checked_tokenizer, loaded_model, variant
+from megatron.evaluation.methods import MOST, MeasuredAttention
 from megatron.evaluation.options import DTYPES, VARIED, add_attention, number
 from megatron.files import check_output, read_small, write_output
 from megatron.generation import generated, prompt_ids
 from megatron.parallel.grid import device_alone
 from megatron.parallel.threads import count_parameters, use_threads
 
-MOST = 2**24  # tokens: beyond, positions are not exact in float32
 SETTINGS = (
     "max_new_tokens",
     "temperature",
@@ -46,34 +44,60 @@ logger = logging.getLogger("megatron.generate")
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of generate.py, in addition to files and settings."""
     add = parser.add_argument
-    prompt = "text to continue, may be repeated; default: standard input"
-    add("--prompt", action="append", default=[], metavar="TEXT", help=prompt)
+    add(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="text to continue, may be repeated; default: standard input",
+    )
     add("--prompts", type=Path, metavar="FILE", help="a file with one prompt in each line")
-    output = "write JSON lines to this file, with the settings of each continuation"
-    add("-o", "--output", type=Path, metavar="FILE", help=output)
+    add(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write JSON lines to this file, with the settings of each continuation",
+    )
     add("--checkpoint", type="path", metavar="DIR", help="folder of a run or of a checkpoint")
     add("--step", type=int, metavar="N", help="which checkpoint of the run; default: the latest")
-    new = "largest number of new tokens; default: 64"
-    add("--max-new-tokens", type=number(1, MOST), default=64, metavar="N", help=new)
-    temperature = "divide the logits by this; 0: always take the likeliest token; default: 1"
-    add("--temperature", type=float, default=1.0, metavar="X", help=temperature)
-    top_k = "sample from this many likeliest tokens"
-    add("--top-k", type=number(1, MOST), metavar="N", help=top_k)
-    top_p = "sample from the likeliest tokens that together have this probability"
-    add("--top-p", type=float, metavar="P", help=top_p)
+    add(
+        "--max-new-tokens",
+        type=number(1, MOST),
+        default=64,
+        metavar="N",
+        help="largest number of new tokens; default: 64",
+    )
+    add(
+        "--temperature",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="divide the logits by this; 0: always take the likeliest token; default: 1",
+    )
+    add("--top-k", type=number(1, MOST), metavar="N", help="sample from this many likeliest tokens")
+    add(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="sample from the likeliest tokens that together have this probability",
+    )
     add("--seed", type=number(0, MOST), default=0, metavar="N", help="seed of the random draws")
-    samples = "continuations of each prompt; default: 1"
-    add("--samples", type=number(1, MOST), default=1, metavar="N", help=samples)
-    ignore_eod = "continue beyond the end of a document"
-    add("--ignore-eod", action="store_true", help=ignore_eod)
+    add(
+        "--samples",
+        type=number(1, MOST),
+        default=1,
+        metavar="N",
+        help="continuations of each prompt; default: 1",
+    )
+    add("--ignore-eod", action="store_true", help="continue beyond the end of a document")
     add(
         "--no-cache",
         action="store_true",
         help="use no cache: recompute all tokens for each new one",
     )
     add_attention(parser, default=argparse.SUPPRESS)
-    dtype = "of the model; tables stay float32"
-    add("--dtype", choices=tuple(DTYPES), default="fp32", help=dtype)
+    add("--dtype", choices=tuple(DTYPES), default="fp32", help="of the model; tables stay float32")
 
 
 def main(config: Config | None, arguments: argparse.Namespace) -> None:
@@ -86,7 +110,8 @@ def main(config: Config | None, arguments: argparse.Namespace) -> None:
     prompts = prompts_of(arguments)
     device = device_alone()
 
-    trained, tokenizer = opened_with_tokenizer(config, arguments.checkpoint, arguments.step)
+    trained = loaded_model(config, arguments.checkpoint, arguments.step)
+    tokenizer = checked_tokenizer(trained)
     model = trained.model
     changes = {key: getattr(arguments, key) for key in VARIED if hasattr(arguments, key)}
     if "window" in changes:
@@ -153,9 +178,5 @@ def prompts_of(arguments: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def command() -> NoReturn:
-    run(main, options=add_options, config_needed=False)
-
-
 if __name__ == "__main__":
-    command()
+    run(main, options=add_options, config_needed=False)

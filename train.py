@@ -18,18 +18,13 @@ from megatron.training.trainer import use_deterministic_algorithms
 
 def main(config: Config, options: argparse.Namespace) -> None:
     if config.only_measures:
-        measure(config)
+        from evaluate import as_published  # figures take a second to import
+
+        as_published(config)
         return
     if config.training.deterministic:
         use_deterministic_algorithms()
     train(config, connect(config.parallel.distributed_backend))
-
-
-def measure(config: Config) -> None:
-    """Measure the checkpoint in load, for train_iters: 0."""
-    from evaluate import as_published  # figures take a second to import
-
-    as_published(config)
 
 
 if __name__ == "__main__":

@@ -29,23 +29,18 @@ def main() -> None:
     words = sys.argv[1:]
     name = words[0].replace("_", "-") if words else "--help"
     if name in ("--help", "-h"):
-        sys.stdout.write(overview(scripts))
+        lines = ["usage: megatron COMMAND …    (megatron COMMAND --help shows its options)"]
+        for group, commands in GROUPS.items():
+            lines += ["", group]
+            for command in commands:
+                lines.append(f"  {command:18} {purpose(scripts[command])}")
+        sys.stdout.write("\n".join(lines) + "\n")
         return
     if name not in scripts:
         hint = did_you_mean(name, scripts) or "`megatron --help` lists the commands"
         sys.exit(f"megatron: there is no command {words[0]} - {hint}")
     script = str(scripts[name])
     os.execv(sys.executable, [sys.executable, script, *words[1:]])
-
-
-def overview(scripts: dict[str, Path]) -> str:
-    """All commands, grouped by purpose, each with the first line of its script."""
-    lines = ["usage: megatron COMMAND …    (megatron COMMAND --help shows its options)"]
-    for group, names in GROUPS.items():
-        lines += ["", group]
-        for name in names:
-            lines.append(f"  {name:18} {purpose(scripts[name])}")
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ def run(
     purpose: str | None = None,
     options: Callable[[argparse.ArgumentParser], None] | None = None,
     config_needed: bool = True,
-    argv: Sequence[str] | None = None,
 ) -> NoReturn:
     """Parse, load the configuration, call main(config, options) and exit with what it returns.
 
@@ -39,14 +38,17 @@ def run(
     purpose: "train" or "evaluate", which need more keys than a model
     options: adds the script's own arguments
     config_needed: False: without files and key=value words, main gets None
-    argv: defaults to the command line
     A fault prints one message and exits with status 1; see cli_errors.status_of.
     """
     start_logging()
     flush_denormals()
     parser = CommandParser(description=sys.modules[main.__module__].__doc__, epilog=KEYS_ARE)
-    words_help = "YAML files, merged in order, then settings"
-    parser.add_argument("words", nargs="*", metavar="FILE | key=value", help=words_help)
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="FILE | key=value",
+        help="YAML files, merged in order, then settings",
+    )
     add_conf_dir(parser)
     # Launchers pass this option, but the environment has the number too.
     parser.add_argument("--local-rank", help=argparse.SUPPRESS)
@@ -54,8 +56,7 @@ def run(
         options(parser)
 
     def command() -> int | None:
-        words = sys.argv[1:] if argv is None else argv
-        arguments = parser.parse_intermixed_args(settings_first(words))
+        arguments = parser.parse_intermixed_args(settings_first(sys.argv[1:]))
         files, overrides = split_words(arguments.words, arguments.conf_dir)
         config = load_configuration(files, overrides, arguments, purpose, needed=config_needed)
         if config is not None:

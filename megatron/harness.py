@@ -11,7 +11,7 @@ from megatron.config import Config
 from megatron.data.tokenizers.hugging_face import Subwords
 from megatron.errors import UserError, in_words
 from megatron.evaluation.evaluate_checkpoint import variants
-from megatron.evaluation.loaded_run import opened_with_tokenizer, variant
+from megatron.evaluation.loaded_run import checked_tokenizer, loaded_model, variant
 from megatron.evaluation.methods import MeasuredAttention
 from megatron.evaluation.options import Options
 from megatron.files import check_output, write_text
@@ -28,8 +28,8 @@ def evaluate_tasks(
     names: Sequence[str],
     options: Options,
     *,
-    limit: int | None = None,
-    shots: int | None = None,
+    limit: int | None,
+    shots: int | None,
 ) -> tuple[str, Path]:
     """Run tasks of the harness at every length, with every variant of attention.
 
@@ -53,7 +53,8 @@ def evaluate_tasks(
         raise UserError(
             f"--tasks: {fault.name} is not installed - pip install 'lm-eval[hf]>=0.4.13,<0.5'"
         ) from None
-    trained, tokenizer = opened_with_tokenizer(config, options.checkpoint, options.step)
+    trained = loaded_model(config, options.checkpoint, options.step)
+    tokenizer = checked_tokenizer(trained)
     model = trained.model
     lengths = sorted(set(options.lengths)) or [model.train_length]
     for length in lengths:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -250,8 +250,7 @@ def first_tokens(tokens: Any, documents: Iterable[int], count: int) -> np.ndarra
 # --- Protocols ---
 
 
-@dataclass(frozen=True)
-class Option:
+class Option(NamedTuple):
     """An option of a protocol: `--name N` of evaluate.py, and the key `name` of sweeps and rows.
 
     readers: the protocols that have it as a field; most: its largest value

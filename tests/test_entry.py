@@ -1,5 +1,8 @@
 """Shared by the entry scripts: arguments, one message per fault, notes once."""
 
+import sys
+from unittest.mock import patch
+
 import pytest
 
 from megatron import cli_errors, entry
@@ -20,8 +23,8 @@ def options(parser):
 
 
 def status(main, *words, **settings):
-    with pytest.raises(SystemExit) as ended:
-        entry.run(main, argv=[*words], options=options, **settings)
+    with pytest.raises(SystemExit) as ended, patch.object(sys, "argv", ["", *words]):
+        entry.run(main, options=options, **settings)
     return ended.value.code
 
 
@@ -64,7 +67,7 @@ def test_a_status_and_what_runs_at_the_end_survive_two_ranks(forks, tmp_path):
         "atexit.register(print, 'last')",
         "print('first')",
         "def main(config, options): raise SystemExit(3)",
-        "entry.run(main, config_needed=False, argv=[])",
+        "entry.run(main, config_needed=False)",
     ]
     script = tmp_path / "script.py"
     script.write_text("\n".join(lines))

@@ -33,13 +33,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("subject", help="module:name of a function or a model, or a model's folder")
     add("--as", dest="encoding", metavar="NAME", help="an encoding of ours that it should equal")
-    option = "an option of that encoding, as in pos_emb_args; may be repeated"
-    add("--option", action="append", default=[], metavar="KEY=VALUE", help=option)
+    add(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an option of that encoding, as in pos_emb_args; may be repeated",
+    )
     size = number(2, 1024)
     add("--heads", type=size, default=4, help="default: %(default)s; a model has its own")
     add("--head-dim", type=size, default=64, help="default: %(default)s")
-    longest = f"tokens of the longest text; default: {VERY_FAR}, or what a model names"
-    add("--length", type=number(256, 2**20), help=longest)
+    add(
+        "--length",
+        type=number(256, 2**20),
+        help=f"tokens of the longest text; default: {VERY_FAR}, or what a model names",
+    )
     add("--json", action="store_true", help="print JSON in place of the table")
     arguments = parser.parse_args(argv)
 

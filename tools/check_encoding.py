@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron.checkpoints.read import load_for_evaluation
 from megatron.cli_errors import command_parser, guarded
 from megatron.config.yaml_files import read_overrides
-from megatron.conformance.checks import examine
+from megatron.conformance.checks import CHECKS, examine
 from megatron.conformance.subject import (
     FACT,
     FAILS,
@@ -42,23 +42,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser(__doc__)
     add = parser.add_argument
     add("name", help="the encoding, as in pos_emb; with --plot also the folder of a run")
-    user_file = "your own Python file that registers encodings"
-    add("--from", dest="file", type="path", metavar="FILE", help=user_file)
-    option = "an option of the encoding, as in pos_emb_args; may be repeated"
-    add("--option", action="append", default=[], metavar="KEY=VALUE", help=option)
+    add(
+        "--from",
+        dest="file",
+        type="path",
+        metavar="FILE",
+        help="your own Python file that registers encodings",
+    )
+    add(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an option of the encoding, as in pos_emb_args; may be repeated",
+    )
     size = number(1, 1024)
     add("--heads", type=size, help=f"default: {Subject.heads}, or 12 for a picture")
     add("--head-dim", type=size, help=f"default: {Subject.head_dim}, or 64 for a picture")
-    length = f"seq_length of the model; default: {Subject.train_length}, or 512 for a picture"
-    add("--train-length", type=number(32, 2**17), help=length)
+    add(
+        "--train-length",
+        type=number(32, 2**17),
+        help=f"seq_length of the model; default: {Subject.train_length}, or 512 for a picture",
+    )
     add(
         "--plot",
         type=Path,
         metavar="PICTURE",
         help="draw the encoding instead, as .png, .svg or .pdf",
     )
-    distances = "distances to draw; default: %(default)s"
-    add("--length", type=number(2, 2**20), default=16384, help=distances)
+    add(
+        "--length",
+        type=number(2, 2**20),
+        default=16384,
+        help="distances to draw; default: %(default)s",
+    )
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.ERROR)
 
@@ -77,7 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments.plot:
         sizes = f"{subject.heads} heads of {subject.head_dim}"
         heading = f"{title}, {sizes}, trained at {subject.train_length} tokens"
-        return report(heading, examine(subject))
+        subject.position()  # a wrong name or option is no finding
+        return report(heading, examine(subject, CHECKS))
 
     from megatron.report.curves import write  # matplotlib, which checks don't need
     from megatron.report.encoding_figures import NO_PICTURE, draw, panels

@@ -13,21 +13,19 @@ the runs and commits of each claim's rows.
 
 """
 
-import functools
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.cli_errors import command_parser, guarded
 from megatron.errors import UserError
 from megatron.files import write_output
 from megatron.results.claims import FIELDS, judged, read_claims, table_of, table_of_origins
-from megatron.results.comparison import Comparison, compared
+from megatron.results.comparison import compared
 from megatron.results.comparison_table import tables
 from megatron.results.effective_length import table_of_effective_lengths
 from megatron.results.files import read_rows
 from megatron.results.labels import kinds
-from megatron.results.row import TASK, Row
+from megatron.results.row import TASK
 
 MARKS = {"markdown": "<!-- by tools/compare.py -->", "latex": "% by tools/compare.py"}
 
@@ -37,8 +35,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = command_parser(f"{__doc__}{FIELDS}")
     add = parser.add_argument
     add("results", type=Path, nargs="+", metavar="FILE", help="JSON lines that evaluate.py wrote")
-    against = "reference of the comparison; default: the first encoding"
-    add("--against", metavar="NAME", help=against)
+    add(
+        "--against", metavar="NAME", help="reference of the comparison; default: the first encoding"
+    )
     add("--claims", type="path", metavar="FILE", help="a .yml, or a name in configs/claims")
     add("-o", "--output", type=Path, metavar="FILE", help="a .md or a .tex to write too")
     options = parser.parse_args(argv)
@@ -59,7 +58,11 @@ def main(argv: list[str] | None = None) -> int:
         )
     else:
         comparisons = compared(kinds(rows), options.against)
-        written = functools.partial(with_effective_lengths, comparisons, rows)
+        effective = table_of_effective_lengths(rows)
+
+        def written(form: str) -> str:
+            more = ["", "", effective.written(form)] if effective else []
+            return "\n".join([tables(comparisons, form), *more])
 
     if output:
         form = "latex" if output.suffix == ".tex" else "markdown"
@@ -68,15 +71,6 @@ def main(argv: list[str] | None = None) -> int:
         write_output(output, ("\n\n".join(parts) + "\n").encode(), mark.encode())
     print(written("text"))
     return 0
-
-
-def with_effective_lengths(
-    comparisons: Sequence[Comparison], rows: Sequence[Row], form: str
-) -> str:
-    """The tables of comparisons, and that of effective lengths if the rows have any."""
-    effective = table_of_effective_lengths(rows)
-    more = ["", "", effective.written(form)] if effective else []
-    return "\n".join([tables(comparisons, form), *more])
 
 
 if __name__ == "__main__":

@@ -67,8 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--brief", action="store_true", help="show only the size of the run")
     add("--gpu", choices=[*DEVICES], help="default: all")
     add("--mfu", type=float, default=UTILISATION, metavar="SHARE", help="default: %(default)s")
-    file = "write the keys that are set to a new file, in today's spelling"
-    add("-o", "--output", type=Path, metavar="FILE", help=file)
+    add(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write the keys that are set to a new file, in today's spelling",
+    )
     words = sys.argv[1:] if argv is None else list(argv)
     options = parser.parse_intermixed_args(settings_first(words))
     if not 0 < options.mfu <= 1:

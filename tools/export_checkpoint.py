@@ -27,8 +27,13 @@ def main(argv: list[str] | None = None) -> int:
     add("--to", choices=["hf"], required=True, help="hf: Hugging Face's transformers")
     add("-o", "--output", type=Path, required=True, metavar="FOLDER", help="the new folder")
     add("--step", type=int, metavar="N", help="which checkpoint of the run; default: the latest")
-    user_file = "your own file with the encoding, as in pos_emb_file"
-    add("--from", dest="file", type="path", metavar="FILE", help=user_file)
+    add(
+        "--from",
+        dest="file",
+        type="path",
+        metavar="FILE",
+        help="your own file with the encoding, as in pos_emb_file",
+    )
     options = parser.parse_args(argv)
 
     if options.file:

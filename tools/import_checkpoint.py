@@ -34,17 +34,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="SOURCE",
         help="a folder, or owner/model on the Hugging Face hub",
     )
-    words = (
-        "the configuration of a checkpoint of GPT-NeoX (its folder `configs`), torchtitan or flame"
+    add(
+        "words",
+        nargs="*",
+        metavar="FILE | key=value",
+        help="the configuration of a checkpoint of GPT-NeoX (its folder `configs`), torchtitan or"
+        " flame",
     )
-    add("words", nargs="*", metavar="FILE | key=value", help=words)
     add("-o", "--output", type=Path, required=True, metavar="RUN", help="the new run's folder")
-    tokenizer = (
-        "use this tokenizer: a tokenizer.json, or a folder with it or with GPT-2's two files"
+    add(
+        "--tokenizer",
+        type=Path,
+        metavar="FOLDER_OR_FILE",
+        help="use this tokenizer: a tokenizer.json, or a folder with it or with GPT-2's two files",
     )
-    add("--tokenizer", type=Path, metavar="FOLDER_OR_FILE", help=tokenizer)
-    user_file = "your own file with the export's encoding, as in pos_emb_file"
-    add("--from", dest="file", type="path", metavar="FILE", help=user_file)
+    add(
+        "--from",
+        dest="file",
+        type="path",
+        metavar="FILE",
+        help="your own file with the export's encoding, as in pos_emb_file",
+    )
     options = parser.parse_intermixed_args(settings_first(argv) if argv is not None else None)
 
     if options.file:

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--split", default=SPLIT, help="of token files, as in the configuration: %(default)s")
     options = parser.parse_args(argv)
     if not options.path.is_dir():
-        print(visible("\n".join(token_lines(TokenFile.open(options.path), options.split))))
+        print(visible("\n".join(token_lines(TokenFile(options.path), options.split))))
         return 0
     lines, faults = checkpoint_lines(options.path)
     print(visible("\n".join([*lines, *faults])))

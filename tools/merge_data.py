@@ -22,14 +22,19 @@ from megatron.files import place_of
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser(__doc__)
     add = parser.add_argument
-    files = "token files, without .bin and .idx"
-    add("prefixes", type="path", nargs="+", metavar="PREFIX", help=files)
+    add(
+        "prefixes",
+        type="path",
+        nargs="+",
+        metavar="PREFIX",
+        help="token files, without .bin and .idx",
+    )
     add("-o", "--output", type="path", required=True, metavar="PREFIX", help="the merged file")
     add("--overwrite", action="store_true", help="replace an existing file with this name")
     words = sys.argv[1:] if argv is None else argv
     options = parser.parse_args(words)
     output = options.output
-    files = list(map(TokenFile.open, options.prefixes))
+    files = list(map(TokenFile, options.prefixes))
     if place_of(output) in map(place_of, options.prefixes):
         raise UserError(f"-o: {output} is one of the files to merge - choose another place")
     tokenizers = [file.meta.get("tokenizer", {}) for file in files]

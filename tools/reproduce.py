@@ -8,7 +8,6 @@ cell is only compared if its rows measure what the table shows. Otherwise it is 
 reason is shown.
 """
 
-import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +32,19 @@ from megatron.sweeps.cost import windows_per_step
 
 @guarded
 def main(argv: list[str] | None = None) -> int:
-    options = _parser().parse_args(argv)
+    parser = command_parser(__doc__)
+    add = parser.add_argument
+    add("table", type="path", help="a .yml, or " + ", ".join(published_tables()))
+    add("--run", action="store_true", help="run the missing cells first")
+    add("--folder", type=Path, metavar="DIR", help="folder of the sweep's runs")
+    add(
+        "--results",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="use these rows instead of the sweep's",
+    )
+    options = parser.parse_args(argv)
     table = published(options.table)
     if table.sweep is None:
         raise UserError(f"{options.table}: cannot be reproduced here: {table.why_not}")
@@ -59,21 +70,6 @@ def main(argv: list[str] | None = None) -> int:
     if rows and not table.cells:
         print(f"\nours alone:\n{table_of_rows(rows)}")
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = command_parser(__doc__)
-    parser.add_argument("table", type="path", help="a .yml, or " + ", ".join(published_tables()))
-    parser.add_argument("--run", action="store_true", help="run the missing cells first")
-    parser.add_argument("--folder", type=Path, metavar="DIR", help="folder of the sweep's runs")
-    parser.add_argument(
-        "--results",
-        type=Path,
-        nargs="+",
-        metavar="FILE",
-        help="use these rows instead of the sweep's",
-    )
-    return parser
 
 
 def requirements(table: Published, sweep: Sweep) -> Requirements:

@@ -33,7 +33,7 @@ FirstKeys = list[list[int]]
 
 
 def groups_of_heads(
-    block: QueryBlock, heads: int, firsts: FirstKeys | None, most: int | None = None
+    block: QueryBlock, heads: int, firsts: FirstKeys | None, most: int | None
 ) -> Iterator[tuple[slice, QueryBlock]]:
     """Heads beside each other that begin at one key, and the block from there on.
 

@@ -52,7 +52,10 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Tensor, Tensor 
         terms = replace(terms, window=None)  # it masks nothing
     added = terms.content is not None or terms.scores is not None
     is_plain = terms.is_causal_alone and not (added or terms.needs_lse) and queries in (1, keys)
-    if not (is_plain and takes_groups(q, k, v)):
+    takes_groups = is_plain
+    if is_plain and q.device.type == "cuda":  # of torch's kernels, only flash attention does there
+        takes_groups = can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, True, True))
+    if not takes_groups:
         k, v = for_each_query_head(k, group), for_each_query_head(v, group)
     if is_plain:
         is_grouped = q.shape[1] != k.shape[1]
@@ -109,12 +112,6 @@ def _rebuilt(
     q, k, v = tensors[:3]
     scores = None if function is None else (function, tensors[8:])
     return q, k, v, replace(terms.with_tensors(*tensors[3:8]), scores=scores)
-
-
-def takes_groups(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether torch's kernel reads k and v with fewer heads: on CUDA only flash attention does."""
-    inputs = SDPAParams(q, k, v, None, 0.0, True, True)
-    return q.device.type != "cuda" or can_use_flash_attention(inputs)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

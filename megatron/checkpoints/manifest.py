@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from megatron.config.schema import Parent
 from megatron.errors import UserError, control_fault, in_words
@@ -54,10 +54,8 @@ class FileEntry(BaseModel):
     sha256: str
 
 
-class CheckpointRecord(BaseModel):
+class CheckpointRecord(BaseModel, strict=True, extra="allow"):
     """The entries of checkpoint.json that are always required."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     step: Annotated[int, Field(ge=0, le=10**9)]
     config_hash: str

@@ -23,7 +23,6 @@ from megatron.config.schema import (
 )
 from megatron.files import write_text
 from megatron.positions import (
-    defaults_of,
     fingerprint,
     options_of,
     syntax_fingerprint,
@@ -222,10 +221,11 @@ def staged(position: Position, attention: Attention, stage: Stage) -> tuple[Posi
 
 def _not_default(entry: Entry) -> dict[str, Any]:
     """The options of an encoding that differ from its defaults."""
-    defaults = defaults_of(entry.name, entry.options)
+    encoding, _ = encoding_called(entry.name).joined(entry.options)
+    known_options = options_of(encoding)
     chosen = {}
     for name, value in entry.options.items():
-        if name not in defaults or plain(value) != plain(defaults[name]):
+        if name not in known_options or plain(value) != plain(known_options[name].default):
             chosen[name] = value
     return plain(chosen)
 

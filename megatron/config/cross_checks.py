@@ -39,7 +39,7 @@ from megatron.splits import PARTS, TASK_PREFIX, parse_split
 Faults = Iterator[str]
 
 
-def check_together(sections: Mapping[str, Any], report: Report, *, trains: bool = True) -> None:
+def check_together(sections: Mapping[str, Any], report: Report, *, trains: bool) -> None:
     """Report keys that don't fit together; a check is skipped if one of its sections is missing.
 
     trains: False skips the checks that only matter for training

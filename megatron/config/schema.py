@@ -471,11 +471,6 @@ class Optimizer(Section):
     def lr(self) -> float:
         return self.optimizer.params.lr
 
-    @property
-    def decay_shape(self) -> str:
-        """Name of the decay's shape in megatron/config/schedules.py."""
-        return self.lr_wsd_decay_style if self.lr_decay_style == "wsd" else self.lr_decay_style
-
 
 class LossScale(Section):
     loss_scale: Scale = 0.0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from megatron.conformance.checks import examine_in_order, title
+from megatron.conformance.checks import examine, title
 from megatron.conformance.subject import (
     FAILS,
     HOLDS,
@@ -327,7 +327,7 @@ def examine_anything(
     findings = []
     for trial, need in CHECKS.items():
         if need in probe.abilities:
-            findings += examine_in_order(probe, [trial])
+            findings += examine(probe, [trial])
         else:
             findings.append(Finding(NOT_APPLICABLE, f"it has no {need}", title(trial)))
     return findings

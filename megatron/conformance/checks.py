@@ -30,12 +30,10 @@ from megatron.conformance.subject import (
 )
 from megatron.errors import UserError
 from megatron.model.cache import Cache
-from megatron.model.gpt import GPT
 from megatron.positions import Position
 from megatron.positions.base import WrongEncoding
 from megatron.positions.precision import UNBOUNDED
 
-Check = Callable[[Subject], Finding]
 NO_BIAS = Finding(NOT_APPLICABLE, "it has no bias by distance")
 LEARNS_NOTHING = Finding(NOT_APPLICABLE, "it learns nothing")
 TOO_FAR = Finding(NOT_APPLICABLE, "it looks at content, which was computed on 32 tokens alone")
@@ -43,18 +41,12 @@ SIZES = (32, 256)  # tokens
 ROUNDING = 1e-11  # of the largest entry, for each token
 
 
-def examine(subject: Subject, checks: Sequence[Check] | None = None) -> list[Finding]:
+def examine(subject: Any, checks: Sequence[Callable[[Any], Finding]]) -> list[Finding]:
     """Try the checks in order, and go on after one that fails or raises.
 
-    A hook that returns something of another shape ends the examination. Raises UserError for a
-    wrong name or option of the encoding, what the user's own file raises, and a lack of memory.
+    A hook that returns something of another shape ends the examination. Raises what the user's own
+    file raises, and for a lack of memory.
     """
-    subject.position()
-    return examine_in_order(subject, CHECKS if checks is None else checks)
-
-
-def examine_in_order(subject: Any, checks: Sequence[Callable[[Any], Finding]]) -> list[Finding]:
-    """The findings of checks of one subject; see `examine`."""
     findings = []
     for check in checks:
         try:
@@ -273,7 +265,9 @@ def cached_is_full(subject: Subject) -> Finding:
     one_by_one = [ids.shape[1] - last, *[1] * last]
     worst = 0.0
     for pieces in (one_by_one, 7):
-        worst = max(worst, largest_difference(_in_pieces(gpt, ids, pieces), whole))
+        cache = Cache()
+        logits = [gpt(piece, cache=cache) for piece in ids.split(pieces, dim=1)]
+        worst = max(worst, largest_difference(torch.cat(logits, dim=1), whole))
     return at_most(1e-4, worst)
 
 
@@ -303,12 +297,6 @@ def parts_sum_to_the_whole(subject: Subject) -> Finding:
     return at_most(1e-9, worst)
 
 
-def _in_pieces(gpt: GPT, ids: Tensor, pieces: int | list[int]) -> Tensor:
-    """Logits of a text that is read piece by piece: [batch, length, vocab]."""
-    cache = Cache()
-    return torch.cat([gpt(part, cache=cache) for part in ids.split(pieces, dim=1)], dim=1)
-
-
 def backends_agree(subject: Subject) -> Finding:
     """eager and sdpa give the same loss and gradients."""
     position = subject.position()
@@ -316,11 +304,10 @@ def backends_agree(subject: Subject) -> Finding:
         return Finding(NOT_APPLICABLE, "scores that look at content exist in eager only")
     length = min(longest_length(position), 300)
     ids = random_ids(length + 1)
-    inputs, labels = ids[:, :-1], ids[:, 1:]
     results = []
     for backend in ("eager", "sdpa"):
         gpt = subject.gpt(backend)
-        losses = gpt(inputs, labels=labels)
+        losses = gpt(ids[:, :-1], labels=ids[:, 1:])
         losses.mean().backward()
         result = {"loss": losses.detach()}
         for name, parameter in gpt.named_parameters():
@@ -370,12 +357,11 @@ def gradients_reach_every_parameter(subject: Subject) -> Finding:
     gpt = subject.gpt().train()
     length = subject.train_length
     ids = random_ids(length + 1, batch=2)
-    inputs, labels = ids[:, :-1], ids[:, 1:]
     optimizer = torch.optim.SGD(gpt.parameters(), lr=0.1)
     unreached = set(dict(gpt.named_parameters()))
     for _ in range(2):
         optimizer.zero_grad()
-        losses = gpt(inputs, labels=labels)
+        losses = gpt(ids[:, :-1], labels=ids[:, 1:])
         losses.mean().backward()
         for name, parameter in gpt.named_parameters():
             gradient = parameter.grad
@@ -415,7 +401,7 @@ def bounds_hold_anywhere(subject: Subject) -> Finding:
     return Finding(HOLDS, "stored as -5 and as 5")
 
 
-CHECKS: tuple[Check, ...] = (
+CHECKS: tuple[Callable[[Subject], Finding], ...] = (
     right_shape,
     shift_invariant,
     zero_at_zero,

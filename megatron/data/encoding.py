@@ -138,11 +138,10 @@ class Encoder:
     of its ids are cached.
     """
 
-    def __init__(self, files: TokenizerFiles, most: int = MOST) -> None:
+    def __init__(self, files: TokenizerFiles) -> None:
         self.tokenizer = files.build()
         self.dtype = dtype_for(self.tokenizer.vocab_size)
         self.words: dict[str, bytes] = {}
-        self._most = most
 
     def encode(self, texts: Sequence[str]) -> list[bytes]:
         """The ids of each text, as bytes. Raises UserError if the library fails."""
@@ -156,7 +155,7 @@ class Encoder:
         for word in new_words:
             if len(word) > LONGEST_WORD:
                 del contents[word]
-        if len(contents) > self._most:
+        if len(contents) > MOST:
             contents.clear()
         return joined
 

@@ -79,13 +79,13 @@ def open_parts(data: Data, names: Iterable[str] = PARTS) -> dict[str, Part]:
         return {name: Part(name, (cast(TokenFile, task),), data.split) for name in names}
     keys = {name: f"{name}_data_paths" for name in PARTS}
     if not any(getattr(data, key) for key in keys.values()):
-        tokens = TokenFile.open(data.data_path or "")
+        tokens = TokenFile(data.data_path or "")
         return {name: Part(name, (tokens,), data.split) for name in names}
     parts = {}
     for name in names:
         key = keys[name]
         try:
-            files = tuple(map(TokenFile.open, getattr(data, key) or ()))
+            files = tuple(map(TokenFile, getattr(data, key) or ()))
         except UserError as fault:
             raise UserError(str(fault).replace("data_path:", f"{key}:", 1)) from None
         if not files:

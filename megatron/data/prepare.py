@@ -52,7 +52,7 @@ def prepare(
     trained_file = folder / TRAINED
     trained_for = {"trained_for": vocab_size} if files.trained else {}
     if prefix.with_name(prefix.name + ".idx").exists() and not overwrite:
-        tokens = TokenFile.open(prefix)
+        tokens = TokenFile(prefix)
         if files.trained:
             files = files._replace(vocab_file=trained_file)
         changes = _changes(tokens.meta, corpus, description(files.build()) | trained_for)
@@ -87,7 +87,7 @@ def prepare(
                 }
     except OSError as error:
         raise cannot_write(f"-d: {error.filename or folder}", error) from None
-    return _summary(TokenFile.open(prefix), files)
+    return _summary(TokenFile(prefix), files)
 
 
 def _changes(card: dict, corpus: Corpus, tokenizer: dict) -> list[str]:

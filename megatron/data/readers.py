@@ -64,7 +64,7 @@ class Corpus:
 class Files(Corpus):
     """A corpus of files.
 
-    inputs: files and folders
+    inputs: files and folders; UserError if one is missing
     keys: the keys of the text in JSON lines and tables; the first that an entry has is used
     keep: use only entries of JSON lines with these values under these keys
     """
@@ -77,7 +77,18 @@ class Files(Corpus):
         keep: Mapping[str, str] | None = None,
     ):
         super().__init__(name)
-        self.paths = list_files(inputs)
+        files = {}  # each once, whatever names lead to it
+        for path in map(Path, inputs):
+            inside = files_in(path) if path.is_dir() else [path]
+            missing = [file for file in inside if not file.is_file()]
+            if missing or not inside:
+                raise UserError(
+                    f"--input: {[*missing, path][0]} is neither a file nor a folder with files in"
+                    f" it (looked from {Path.cwd()}) - name existing files or folders"
+                )
+            for file in inside:
+                files.setdefault(os.path.realpath(file), file)
+        self.paths = list(files.values())
         self.keys = keys
         self.keep = keep or {}
         self._read: list[Path] = []  # what the last `documents()` opened
@@ -196,22 +207,6 @@ def _is_shown(name: str) -> bool:
 
 def _refuse(fault: OSError) -> None:
     raise fault
-
-
-def list_files(inputs: Sequence[str | Path]) -> list[Path]:
-    """All files that the inputs name or contain, each once; UserError if one is missing."""
-    files = {}
-    for path in map(Path, inputs):
-        inside = files_in(path) if path.is_dir() else [path]
-        missing = [file for file in inside if not file.is_file()]
-        if missing or not inside:
-            raise UserError(
-                f"--input: {[*missing, path][0]} is neither a file nor a folder with files in it"
-                f" (looked from {Path.cwd()}) - name existing files or folders"
-            )
-        for file in inside:
-            files.setdefault(os.path.realpath(file), file)
-    return list(files.values())
 
 
 # --- Entries ---

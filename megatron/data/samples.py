@@ -111,22 +111,6 @@ def build_split(
 
     Raises UserError if the part is empty.
     """
-    plan = _plan(tokens, split, part, length, seed, num_samples)
-    if part == "train":
-        log.info("%s: %s", tokens.prefix, split_in_words(tokens, split))
-    if plan.tokens_per_epoch <= length:
-        # As in the reference. In evaluation it flatters models that use distant tokens.
-        log.warning(
-            "%s: the %s part has only %d tokens, so samples of %d repeat the same text - enlarge"
-            " its share in split = %s",
-            *(tokens.prefix, part, plan.tokens_per_epoch, length, split),
-        )
-    return Samples(tokens, _maps(tokens, plan), length)
-
-
-def _plan(
-    tokens: TokenFile, split: str, part: str, length: int, seed: int, num_samples: int
-) -> Plan:
     documents = split_documents(tokens, split, part)
     total = _tokens_of(tokens, documents)
     if not total:
@@ -134,9 +118,19 @@ def _plan(
             f"{tokens.prefix}: the {part} part has no tokens - give {part} a larger share than "
             f"split = {split}"
         )
-    # At least two, because the last one is not counted.
+    if part == "train":
+        log.info("%s: %s", tokens.prefix, split_in_words(tokens, split))
+    if total <= length:
+        # As in the reference. In evaluation it flatters models that use distant tokens.
+        log.warning(
+            "%s: the %s part has only %d tokens, so samples of %d repeat the same text - enlarge"
+            " its share in split = %s",
+            *(tokens.prefix, part, total, length, split),
+        )
+    # At least two samples, because the last one is not counted.
     epochs = -(-(max(num_samples, 2) * length + 1) // total)
-    return Plan(documents, total, epochs, length, seed)
+    plan = Plan(documents, total, epochs, length, seed)
+    return Samples(tokens, _maps(tokens, plan), length)
 
 
 def _tokens_of(tokens: TokenFile, documents: range) -> int:
@@ -171,7 +165,7 @@ def _documents_of_parts(tokens: TokenFile, split: str) -> dict[str, range]:
     return dict(zip(PARTS, map(range, bounds, bounds[1:]), strict=True))
 
 
-def split_in_words(tokens: TokenFile, split: str = SPLIT) -> str:
+def split_in_words(tokens: TokenFile, split: str) -> str:
     """Tokens and documents of every part."""
     words = []
     for part, documents in _documents_of_parts(tokens, split).items():

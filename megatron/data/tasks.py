@@ -385,7 +385,7 @@ class TaskText:
         if (prefix := self.options.get("text")) is None:
             return None
         try:
-            return TokenFile.open(prefix)
+            return TokenFile(prefix)
         except UserError as fault:
             raise UserError(str(fault).replace("data_path:", "task_args.text:", 1)) from None
 

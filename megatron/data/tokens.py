@@ -41,6 +41,10 @@ class TokenFile:
     sizes: tokens of each document, [documents] int32, mapped; int64 where a document of several
         sequences has more than 2^31 - 1
     tokens: their sum; meta: the contents of PREFIX.json, {} if there is none
+    vocab: reading an id from here on is an error; None: use the value in PREFIX.json
+
+    Raises UserError if PREFIX.bin and PREFIX.idx are missing, damaged or don't belong together.
+    Small files are compared with the sha256 in PREFIX.json; `verify` compares any file.
     """
 
     def __init__(self, prefix: str | Path, vocab: int | None = None) -> None:
@@ -79,16 +83,6 @@ class TokenFile:
         # Ids are compared as unsigned numbers, so a negative id is too large.
         self._unsigned = np.dtype(f"u{self.dtype.itemsize}")
         self._vocab = min(np.iinfo(self.dtype).max + 1, vocab or self.vocab_size or 2**63)
-
-    @classmethod
-    def open(cls, prefix: str | Path, *, vocab: int | None = None) -> Self:
-        """Open PREFIX.bin and PREFIX.idx.
-
-        vocab: reading an id from here on is an error; None: use the value in PREFIX.json
-        Raises UserError if they are missing, damaged or don't belong together. Small files are
-        compared with the sha256 in PREFIX.json; `verify` compares any file.
-        """
-        return cls(prefix, vocab)
 
     @property
     def vocab_size(self) -> int | None:
@@ -216,7 +210,7 @@ def verify(prefix: str | Path) -> str:
 
     Raises UserError for the first fault.
     """
-    tokens = TokenFile.open(prefix)
+    tokens = TokenFile(prefix)
     for document in range(len(tokens)):
         tokens.read(document)
     sums = [_check_sha256(_with(tokens.prefix, suffix), tokens.sums) for suffix in (".bin", ".idx")]

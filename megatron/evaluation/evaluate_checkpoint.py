@@ -5,10 +5,10 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 from torch import Tensor
 from tqdm import tqdm
@@ -25,7 +25,7 @@ from megatron.evaluation.loaded_run import (
     PREPARE,
     LoadedRun,
     checkpoint_folder,
-    loaded_run,
+    loaded_model,
     measurable,
     on_text,
     variant,
@@ -66,8 +66,7 @@ from megatron.results.row import (
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class MeasuredRows:
+class MeasuredRows(NamedTuple):
     """The rows by the file that holds them, and the requested lengths."""
 
     rows: dict[Path, list[Row]]
@@ -80,7 +79,7 @@ def evaluate(config: Config | None, options: Options) -> MeasuredRows:
     An existing row that answers the same question is kept. Raises UserError if something cannot be
     measured or written, before anything is measured.
     """
-    run = loaded_run(config, options.checkpoint, options.step)
+    run = on_text(loaded_model(config, options.checkpoint, options.step))
     config, grid = run.config, here()
     size = config.parallel.context_parallel_size
     # The checkpoint's training may have used other processes.
@@ -180,8 +179,7 @@ def windows_of_text(
     return windows_of
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """One protocol on one text, with one setting of attention.
 
     output: the file for its rows; facts: the rows' keys about text and protocol; windows: by length

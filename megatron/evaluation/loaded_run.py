@@ -129,7 +129,7 @@ class LoadedModel:
             "tokenizer": self.tokenizer.get("hash"),
             "dtype": str(weight.dtype).removeprefix("torch."),
             "device": weight.device.type,
-            "attention_backend": self.model.resolved_backend,
+            "attention_backend": self.model.attention_choice.backend,
             "commit": commit(),
             "code": code_fingerprint(),
             **variant(attention),
@@ -200,7 +200,12 @@ def _tokenizer(
 
 
 def loaded_model(config: Config | None, folder: str | Path | None, step: int | None) -> LoadedModel:
-    """Open a checkpoint without a text; arguments and errors as for `loaded_run`."""
+    """Open a checkpoint without a text; UserError if there is none.
+
+    config: the user's configuration; None for that of the training
+    folder: of a run or of a checkpoint; None for `load` or `save` of the configuration
+    step: which checkpoint of a run; None for the latest
+    """
     where = folder or checkpoint_folder(config, step)
     model, trained, record = load_for_evaluation(where, step)
     return measurable(model, trained, config, Path(record["path"]), record)
@@ -230,18 +235,14 @@ def measurable(
     return LoadedModel(model, trained, config, path, record)
 
 
-def opened_with_tokenizer(
-    config: Config | None, folder: str | Path | None, step: int | None
-) -> tuple[LoadedModel, Tokenizer]:
-    """A checkpoint and its tokenizer; arguments as for evaluation.loaded_run.loaded_run.
+def checked_tokenizer(trained: LoadedModel) -> Tokenizer:
+    """The tokenizer of a checkpoint's training.
 
-    Raises UserError if there is no checkpoint, if it has another model, or if its tokenizer is not
-    found.
+    Raises UserError if it is not found, or if the user's configuration has another model.
     """
-    trained = loaded_model(config, folder, step)
     keys = trained.config.model_keys()
     check_same_model(keys, trained.trained.model_keys(), trained.path)
-    return trained, tokenizer_of(trained)
+    return tokenizer_of(trained)
 
 
 def tokenizer_of(trained: LoadedModel) -> Tokenizer:
@@ -264,17 +265,6 @@ def tokenizer_of(trained: LoadedModel) -> Tokenizer:
         f"vocab_file: cannot find the tokenizer that {trained.path} was trained with ({words}) -"
         " name its files: tokenizer_type=… vocab_file=… and, for GPT2BPETokenizer, merge_file=…"
     )
-
-
-def loaded_run(config: Config | None, folder: str | Path | None, step: int | None) -> LoadedRun:
-    """Open a checkpoint and its text, and check that they agree.
-
-    config: the user's configuration; None for that of the training
-    folder: of a run or of a checkpoint; None for `load` or `save` of the configuration
-    step: which checkpoint of a run; None for the latest
-    Raises UserError if there is no checkpoint or no text, or if they don't belong together.
-    """
-    return on_text(loaded_model(config, folder, step))
 
 
 def on_text(loaded: LoadedModel) -> LoadedRun:
@@ -322,7 +312,7 @@ def on_text(loaded: LoadedModel) -> LoadedRun:
         tokenizer = loaded.tokenizer_with(writer.get("hash"), [task.filler.prefix])
         in_words = replace(task, tokenizer=tokenizer)
         texts = replace(texts, files=(cast(TokenFile, in_words),))
-    return LoadedRun(loaded.model, trained, config, path, loaded.record, texts)
+    return LoadedRun(**vars(loaded), texts=texts)
 
 
 def check_same_model(

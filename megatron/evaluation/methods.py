@@ -42,7 +42,7 @@ from megatron.attention.sdpa import MOST_SCORES, cpu_kernel
 from megatron.attention.terms import Terms, for_each_query_head, mask, merge, with_sink
 from megatron.errors import UserError, did_you_mean
 from megatron.model.settings import AttentionSettings
-from megatron.positions import REGISTRY, Position
+from megatron.positions import Position
 
 MOST = 2**24  # tokens; beyond this, positions are not exact in float32
 FACTOR = "attention_factor"  # an option
@@ -424,7 +424,7 @@ def faults_of(
     sinks, clip = attention.sinks, attention.clip_distance
     windows = attention.windows(len(attention.window_layers) or 1, train_length)
     lengths = [window for window in windows if window is not None]
-    names = " or ".join(dict.fromkeys(name_of(position) for position in positions))
+    names = " or ".join(dict.fromkeys(position.registered_name for position in positions))
     if sinks is not None and not lengths:
         yield f"--sinks {sinks}: without a window all keys are visible; give --window too"
     if clip is not None and not any(has_table(position) for position in positions):
@@ -455,15 +455,9 @@ def faults_of(
     for position in positions:
         obstacle = method.obstacle(position)
         if obstacle is not None and method.applies_to(position):
-            yield f"{where}: {name_of(position)} does not support it: {obstacle}"
+            yield f"{where}: {position.registered_name} does not support it: {obstacle}"
     if attention.reset_attention_mask and not method.scaling:
         yield f"{where}: treats a text as one document; set reset_attention_mask=false"
-
-
-def name_of(position: Position) -> str:
-    """The name of an encoding in the registry."""
-    names = [name for name, kind in REGISTRY.items() if kind is type(position)]
-    return names[0] if names else type(position).__name__
 
 
 def has_table(position: Position) -> bool:

@@ -83,44 +83,86 @@ class Options:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of evaluate.py, except files, settings and tasks."""
     add = parser.add_argument
-    folder = "folder of a run or of one checkpoint; default: load, else save"
-    add("--checkpoint", type="path", metavar="DIR", help=folder)
-    step = "step of the checkpoint; default: the latest"
-    add("--step", type=number(0, MOST), metavar="N", help=step)
-    lengths = "context lengths in tokens; default: eval_lengths"
+    add(
+        "--checkpoint",
+        type="path",
+        metavar="DIR",
+        help="folder of a run or of one checkpoint; default: load, else save",
+    )
+    add(
+        "--step",
+        type=number(0, MOST),
+        metavar="N",
+        help="step of the checkpoint; default: the latest",
+    )
     kind = number(1, MOST_TOKENS)
-    add("--lengths", type=kind, nargs="+", default=(), metavar="L", help=lengths)
+    add(
+        "--lengths",
+        type=kind,
+        nargs="+",
+        default=(),
+        metavar="L",
+        help="context lengths in tokens; default: eval_lengths",
+    )
     add("-o", "--output", type=Path, metavar="FILE", help="file for the rows (JSON lines)")
     add_attention(parser, nargs="+", action="extend", default=[])
-    dtype = "number format of the model; tables stay float32"
-    add("--dtype", choices=tuple(DTYPES), default=Options.dtype, help=dtype)
-    protocol = (
-        "default: equal_tokens, or as KERPLE and MEP measure, for train_iters: 0 without"
-        " --lengths; see docs/evaluation.md"
+    add(
+        "--dtype",
+        choices=tuple(DTYPES),
+        default=Options.dtype,
+        help="number format of the model; tables stay float32",
     )
-    add("--protocol", nargs="+", default=(), choices=tuple(PROTOCOLS), help=protocol)
+    add(
+        "--protocol",
+        nargs="+",
+        default=(),
+        choices=tuple(PROTOCOLS),
+        help="default: equal_tokens, or as KERPLE and MEP measure, for train_iters: 0 without"
+        " --lengths; see docs/evaluation.md",
+    )
     for name, option in OPTIONS.items():
         kind = number(option.least, option.most)
         add(f"--{name}", type=kind, metavar="N", help=option.help)
-    keep = "losses of the first N targets in each row: which gain from context; default: none"
-    add("--keep-losses", type=number(0, MOST_KEPT), default=0, metavar="N", help=keep)
+    add(
+        "--keep-losses",
+        type=number(0, MOST_KEPT),
+        default=0,
+        metavar="N",
+        help="losses of the first N targets in each row: which gain from context; default: none",
+    )
 
 
 def add_attention(parser: argparse.ArgumentParser, **how: Any) -> None:
     """Add the attention settings in VARIED. how: nargs, action and default of each option"""
-    window = "the key window: N tokens, train_length or none"
-    sinks = "first tokens that stay visible with --window (StreamingLLM): N or none"
-    clip = "tables by distance are constant from distance D on: D or none"
-    method = f"method for longer texts: none or {', '.join(METHODS)} (docs/longer_texts.md)"
     tokens = number(1, MOST_TOKENS, or_one_of=("none",))
     add = partial(parser.add_argument, **how)
     window_or_word = number(1, MOST_TOKENS, or_one_of=("none", "train_length"))
-    add("--window", type=window_or_word, metavar="W", help=window)
+    add(
+        "--window",
+        type=window_or_word,
+        metavar="W",
+        help="the key window: N tokens, train_length or none",
+    )
     add("--logn-scale", type=switch, metavar="on|off", help="the key logn_scale")
     add("--paper-precision", type=switch, metavar="on|off", help="the key paper_precision")
-    add("--sinks", type=tokens, metavar="N", help=sinks)
-    add("--clip-distance", type=tokens, metavar="D", help=clip)
-    add("--method", type=method_or_none, metavar="M", help=method)
+    add(
+        "--sinks",
+        type=tokens,
+        metavar="N",
+        help="first tokens that stay visible with --window (StreamingLLM): N or none",
+    )
+    add(
+        "--clip-distance",
+        type=tokens,
+        metavar="D",
+        help="tables by distance are constant from distance D on: D or none",
+    )
+    add(
+        "--method",
+        type=method_or_none,
+        metavar="M",
+        help=f"method for longer texts: none or {', '.join(METHODS)} (docs/longer_texts.md)",
+    )
 
 
 class _Words(CommandParser):

@@ -19,7 +19,6 @@ from megatron.layer_kinds import register_layer
 from megatron.model.block import Attention
 from megatron.model.settings import Architecture, ResidualOutput
 from megatron.positions import Position
-from megatron.positions.base import refuse
 from megatron.positions.layers import features_of_head
 
 EPSILON = 1e-6  # epsilon of the latents' norms, as in DeepSeek's and Kimi's code
@@ -72,17 +71,19 @@ class LatentAttention(Attention):
     @classmethod
     def check_position(cls, position: Position) -> None:
         changes_keys = position.has("on_queries_keys") or position.has("on_queries_keys_by_content")
-        refuse(
-            position,
-            {
-                "block_scores needs the keys of each head": position.has("block_scores"),
-                "it changes the keys of each head in a different way, but all heads share one"
-                " key": changes_keys and not position.grouped_queries,
-                "it makes queries and keys wider": position.score_width != 1,
-                "neighbouring heads share a query": position.heads_per_query != 1,
-            },
-            "layers: mla does not work with {}, because {}; use attention, or another encoding",
-        )
+        reasons = {
+            "block_scores needs the keys of each head": position.has("block_scores"),
+            "it changes the keys of each head in a different way, but all heads share one"
+            " key": changes_keys and not position.grouped_queries,
+            "it makes queries and keys wider": position.score_width != 1,
+            "neighbouring heads share a query": position.heads_per_query != 1,
+        }
+        for reason, applies in reasons.items():
+            if applies:
+                raise UserError(
+                    f"layers: mla does not work with {type(position).__name__}, because {reason};"
+                    " use attention, or another encoding"
+                )
 
     def __init__(self, model: Architecture) -> None:
         sizes = self.sizes(model)

@@ -4,9 +4,9 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import torch
@@ -55,8 +55,7 @@ PUBLISHED = (
 PRIVATE = ("checkpoint", "logging", "launch")  # sections of folders, accounts and machines
 
 
-@dataclass(frozen=True)
-class ExportForm:
+class ExportForm(NamedTuple):
     """An export for transformers: its class, config.json, weights by their names, and code.
 
     sources: text by file name; empty for a class of transformers' own
@@ -70,8 +69,7 @@ class ExportForm:
     longest: int | None = None
 
 
-@dataclass(frozen=True)
-class Exported:
+class Exported(NamedTuple):
     """A folder that was written. notes: what the user should know
 
     differences: of logits from those of our model, by length of text

@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,8 +51,7 @@ TRAINING_ALONE = (
 """Keys of section `model` that do not change what a trained model computes."""
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     """A class of Hugging Face's or another trainer's; families.yml says what each field means."""
 
     architecture: str
@@ -64,23 +62,23 @@ class Family:
     positions: str
     trunk: str
     head: str = "lm_head"
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    only: Mapping[str, Any] = field(default_factory=dict)
-    written: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = {}
+    only: Mapping[str, Any] = {}
+    written: Mapping[str, Any] = {}
     layered: Sequence[str] = ()
     unused: Sequence[str] = ()
-    kinds: Mapping[str, str] = field(default_factory=dict)
-    state_modules: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    kinds: Mapping[str, str] = {}
+    state_modules: Mapping[str, Sequence[str]] = {}
     whole: str = ""
     inside: str = ""
     beside: Sequence[str] = ()
     names: Sequence[str] = ()
     section: str = ""
-    absent: Mapping[str, Any] = field(default_factory=dict)
-    types: Mapping[str, str] = field(default_factory=dict)
-    position_keys: Mapping[str, str] = field(default_factory=dict)
-    position_args: Mapping[str, Any] = field(default_factory=dict)
-    computed: Mapping[str, Any] = field(default_factory=dict)
+    absent: Mapping[str, Any] = {}
+    types: Mapping[str, str] = {}
+    position_keys: Mapping[str, str] = {}
+    position_args: Mapping[str, Any] = {}
+    computed: Mapping[str, Any] = {}
     ends: bool = False
     dimensions: str = ""
     still: str = ""

@@ -182,8 +182,8 @@ def compare_logits(
     return difference, largest
 
 
-def family_of(folder: Path) -> tuple[Family, dict[str, Any]]:
-    """The family of the model in a folder, and the keys of its config.json."""
+def read_settings(folder: Path) -> tuple[Family, Config, dict[str, Any]]:
+    """The family of the model in a folder, its configuration, and the keys of its config.json."""
     place = folder / SETTINGS
     theirs = read_json(place)
     names = theirs.get("architectures")
@@ -204,13 +204,7 @@ def family_of(folder: Path) -> tuple[Family, dict[str, Any]]:
             raise UserError(f"{place}: text_config: holds no keys - copy it again")
         theirs |= {key: whole[key] for key in OF_WHOLE & whole.keys()}
         logger.warning("%s: of %s the text model alone is read", place, family.whole)
-    return family, family.flat(theirs)
-
-
-def read_settings(folder: Path) -> tuple[Family, Config, dict[str, Any]]:
-    """The family of the model in a folder, its configuration, and the keys of its config.json."""
-    place = folder / SETTINGS
-    family, theirs = family_of(folder)
+    theirs = family.flat(theirs)
     unknown = [key for key in theirs.keys() - family.known_keys - IGNORED_HF_KEYS if theirs[key]]
     read = [key for key in unknown if "auto_map" in theirs or family.reads(key, theirs[key])]
     if read:

@@ -51,16 +51,6 @@ class PositionsGPTConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
 
-def build_positions(config: PositionsGPTConfig, model: Architecture) -> list[Position]:
-    """The encodings, with first values. transformers builds models without memory."""
-    positions = []
-    with in_float32_on_cpu():
-        for encoding in config.encodings or []:
-            [(name, options)] = encoding.items()
-            positions.append(build(name, shape_of(model), **options))
-    return positions
-
-
 class TextCache(TheirCache):
     """Caches of our model: one for all texts of a batch with as many tokens of padding."""
 
@@ -130,10 +120,15 @@ class PositionsGPTForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: PositionsGPTConfig, gpt: GPT | None = None) -> None:
         super().__init__(config)
         model = Architecture(**(config.architecture or {}))
+        positions = []
+        with in_float32_on_cpu():  # transformers builds models without memory
+            for encoding in config.encodings or []:
+                [(name, options)] = encoding.items()
+                positions.append(build(name, shape_of(model), **options))
         self.gpt = gpt or GPT(
             model,
             AttentionSettings(**(config.attention_settings or {})),
-            positions=build_positions(config, model),
+            positions=positions,
             position_of_layer=config.encoding_of_layer,
             vocab=config.vocab_size,
         )

@@ -55,7 +55,7 @@ def open_model(source: str | Path, *, config: Config | None = None) -> tuple[GPT
     return opened.model, opened.config
 
 
-def open_checkpoint(source: str | Path, config: Config | None = None) -> OpenedModel:
+def open_checkpoint(source: str | Path, config: Config | None) -> OpenedModel:
     """The checkpoint of a source; arguments and errors as for `open_model`."""
     folder = local_folder(source)
     kind = kind_of(folder)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron.config import Config
 from megatron.errors import UserError, in_words
-from megatron.model import GPT, Architecture, from_config, position_from_config
+from megatron.model import GPT, Architecture, from_config, positions_from_config
 from megatron.positions import Position
 from megatron.positions.base import Fork
 
@@ -109,7 +109,8 @@ def load_reference(folder: str | Path, config: Config) -> tuple[GPT, Config]:
                 weights[prefix + name] = tensor
 
     if config.position.pos_emb_shared:
-        learned = learned_names(position_from_config(config))
+        [position, *_], _ = positions_from_config(config)
+        learned = learned_names(position)
         differing = []
         for name, tensors in copies.items():
             if learned.get(name) and not all(torch.equal(x, tensors[0]) for x in tensors):

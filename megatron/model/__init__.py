@@ -1,5 +1,6 @@
 """The language model, built from a configuration."""
 
+# ruff: noqa: F401
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,18 +18,6 @@ from megatron.positions.layers import (
 
 if TYPE_CHECKING:  # a model is built without the packages that read a configuration
     from megatron.config import Config
-
-__all__ = [
-    "GPT",
-    "Architecture",
-    "AttentionSettings",
-    "Cache",
-    "from_config",
-    "options_of_entry",
-    "padded_vocab",
-    "position_from_config",
-    "positions_from_config",
-]
 
 
 def from_config(config: "Config", vocab: int, end_of_document: int | None = None) -> GPT:
@@ -54,11 +43,6 @@ def from_config(config: "Config", vocab: int, end_of_document: int | None = None
         )
     model.checkpoint_activations = config.training.checkpoint_activations
     return model
-
-
-def position_from_config(config: "Config") -> Position:
-    """The encoding of the first layer."""
-    return position_of_entry(config, entries_of(config.position)[0])
 
 
 def positions_from_config(config: "Config") -> tuple[list[Position], list[int]]:

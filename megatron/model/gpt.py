@@ -388,16 +388,6 @@ class GPT(nn.Module):
         return choices
 
     @property
-    def backends(self) -> set[str]:
-        """The names of all layers' backends."""
-        return {choice.backend for choice in self.attention_choices}
-
-    @property
-    def resolved_backend(self) -> str:
-        """The name of that backend, or of all that layers choose."""
-        return self.attention_choice.backend
-
-    @property
     def position(self) -> Position:
         """The encoding of the first layer, whose hook on embeddings acts for all layers."""
         return self._positions[0]

@@ -449,13 +449,6 @@ class Position(Float32Module):
                     yield theirs, getattr(position, ours)
 
 
-def refuse(position: Position, reasons: Mapping[str, Any], message: str) -> None:
-    """Raises UserError with the first reason that applies."""
-    for reason, applies in reasons.items():
-        if applies:
-            raise UserError(message.format(type(position).__name__, reason))
-
-
 class Turning(Position):
     """An encoding that turns queries and keys: a family writes `on_queries_keys_at` only."""
 

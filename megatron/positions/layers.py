@@ -1,7 +1,6 @@
 """Which encoding each layer has, where layers differ."""
 
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megatron.errors import UserError
@@ -12,12 +11,11 @@ from megatron.positions.registry import ALIASES, encoding_called, named
 SHOWN = 6  # layers that a label names
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """An encoding of some layers: its name and its options."""
 
     name: str
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = {}
 
     def __str__(self) -> str:
         options = ", ".join(f"{name}: {value}" for name, value in self.options.items())

@@ -57,17 +57,16 @@ class Randomized(Around):
 
     def prepare(self, length: int) -> None:
         """In training, draw positions from torch's generator, which the trainer seeds each step."""
-        self.drawn = self._draw(length) if self.training else None
+        self.drawn = None
+        if self.training:
+            if length > self.range:
+                raise UserError(
+                    f"pos_emb_args: randomized: range: {self.range} holds no {length} positions;"
+                    " raise it"
+                )
+            positions = torch.randperm(self.range, device=self.origin.device)
+            self.drawn = positions[:length].sort().values
         self.inner.drawn = self.drawn
-
-    def _draw(self, length: int) -> Tensor:
-        if length > self.range:
-            raise UserError(
-                f"pos_emb_args: randomized: range: {self.range} holds no {length} positions;"
-                " raise it"
-            )
-        positions = torch.randperm(self.range, device=self.origin.device)
-        return positions[:length].sort().values
 
     def on_queries_keys_at(
         self, q: Tensor, k: Tensor, query: Tensor, key: Tensor, **place: Any

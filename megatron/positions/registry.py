@@ -190,12 +190,6 @@ def options_of(encoding: str | type[Position]) -> dict[str, inspect.Parameter]:
     return options
 
 
-def defaults_of(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults of the options that an encoding takes beside some options."""
-    encoding, _ = encoding_called(name).joined(options)
-    return {key: option.default for key, option in options_of(encoding).items()}
-
-
 def named(option: str, item: Any) -> tuple[str, dict[str, Any]]:
     """Name and options of an encoding in a list of YAML: a name, or {name: {option: value}}.
 

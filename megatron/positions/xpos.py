@@ -73,13 +73,11 @@ class XPos(Turning):
         """What `turn` reads for queries and for keys, at positions [length]."""
         angle = position[:, None] * self.inv_freq
         cos, sin = angle.cos(), angle.sin()
-        scale = 1 if self.xi is not None else self._scale(position)
+        scale = 1
+        if self.xi is None:
+            exponent = (position - self.centre) / self.scale_base
+            scale = torch.exp(exponent[:, None] * self.log_zeta)  # [length, head_dim / 2]
         return for_pairs(cos * scale, sin * scale), for_pairs(cos / scale, sin / scale)
-
-    def _scale(self, position: Tensor) -> Tensor:
-        """[length] -> [length, head_dim / 2]."""
-        exponent = (position - self.centre) / self.scale_base
-        return torch.exp(exponent[:, None] * self.log_zeta)
 
     def has(self, hook: str) -> bool:
         """There is a factor by distance with `xi` alone."""

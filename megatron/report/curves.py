@@ -232,8 +232,7 @@ def draw_accuracy(texts: Mapping[str, Groups], design: Design = AS_USUAL) -> Fig
     width = LETTER * max(map(len, order)) + CELL * columns
     with style(design):
         size = design.size or (width, HEIGHT * lines + 1.2)
-        figure = Figure(layout="constrained", figsize=size)
-        set_title(figure, design.title or TASKS)
+        figure = titled_figure(size, design.title or TASKS)
         axes = figure.subplots()
         axes.imshow(means, cmap="Blues", vmin=0, vmax=100, aspect="auto")
         axes.grid(visible=False)
@@ -301,8 +300,7 @@ def draw(panels: Sequence[Panel], design: Design = AS_USUAL) -> Figure:
     size = design.size or (WIDTH, PANEL * len(parts) + 0.4)
     captions = {}
     with style(design):
-        figure = Figure(layout="constrained", figsize=size)
-        set_title(figure, design.title)
+        figure = titled_figure(size, design.title)
         upright = figure.subplots(len(parts), squeeze=False).flat
         for axes, panel in zip(upright, parts, strict=True):
             rows = [row for group in panel.groups.values() for row in group]
@@ -402,10 +400,12 @@ def name_curves(axes: Axes, lines: Mapping[str, Line2D], height: float) -> None:
         )
 
 
-def set_title(figure: Figure, title: str) -> None:
-    """Write a title in lines that are as wide as the figure."""
+def titled_figure(size: tuple[float, float], title: str) -> Figure:
+    """A figure of these inches, with a title in lines that are as wide."""
+    figure = Figure(layout="constrained", figsize=size)
     letters = int(11 * figure.get_figwidth())
     figure.suptitle(textwrap.fill(title, letters), x=0.01, ha="left")
+    return figure
 
 
 def style(design: Design = AS_USUAL) -> AbstractContextManager[None]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.errors import UserError
 from megatron.positions import Position
-from megatron.report.curves import GREY, set_title, style
+from megatron.report.curves import GREY, style, titled_figure
 
 # KERPLE (arXiv 2205.09921), appendix A.5: the effective length ends where the bias falls below.
 THRESHOLD = -2.0
@@ -78,8 +78,7 @@ def draw(panels: Sequence[Panel], title: str) -> Figure:
     colours = ScalarMappable(Normalize(0, 1.15 * last_head or 1), "viridis")
     with style():
         width = 2.4 * max(columns, 2) + 0.5
-        figure = Figure(figsize=(width, 2.3 * rows + 0.3), layout="constrained")
-        set_title(figure, title)
+        figure = titled_figure((width, 2.3 * rows + 0.3), title)
         for number, (heading, values) in enumerate(panels, 1):
             axes = figure.add_subplot(rows, columns, number)
             heads, length = values.shape

@@ -67,11 +67,6 @@ class Comparison:
     other_differences: str = ""
 
     @property
-    def is_claim(self) -> bool:
-        """Whether only the encoding differs."""
-        return self.difference is not None and self.difference.is_claim
-
-    @property
     def perplexity(self) -> tuple[float | None, float | None]:
         """The mean of the rows, and its standard deviation over seeds."""
         return mean_and_std([row["perplexity"] for row in self.rows])
@@ -138,7 +133,8 @@ def _pairs(kinds: Mapping[str, Sequence[Row]], reference: str) -> list[Compariso
                 except UserError as reason:
                     pair.reason = str(reason)
                 else:
-                    pair.p = pair.difference.estimate.p if pair.is_claim else None
+                    if pair.difference.is_claim:
+                        pair.p = pair.difference.estimate.p
                     unlike = other_differences(ours[0], theirs[0])
                     pair.other_differences = "; ".join(unlike.values())
             comparisons.append(pair)

@@ -53,7 +53,7 @@ def read_rows(paths: Iterable[str | Path]) -> list[Row]:
     return [*{measurement_of(row): row for row in rows}.values()]
 
 
-def training_log(path: Path) -> list[Record]:
+def training_log(path: Path) -> list[Facts]:
     """The records of a training's metrics.jsonl, without a last line that a kill cut off.
 
     Raises OSError if it cannot be read, and ValueError, with the number of the line, if it is
@@ -63,15 +63,10 @@ def training_log(path: Path) -> list[Record]:
     records = []
     for number, line in enumerate(lines, 1):
         try:
-            records.append(record_of(line))
+            records.append(facts_of_line(line, Record))
         except ValueError as fault:
             raise ValueError(f"line {number}: {fault}") from None
     return records
-
-
-def record_of(line: bytes) -> Record:
-    """The record in a line of metrics.jsonl; ValueError if it is damaged or was edited."""
-    return cast("Record", facts_of_line(line, Record))
 
 
 # --- Lines of any kind ---

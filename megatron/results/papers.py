@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import yaml
-from pydantic import BaseModel, ConfigDict, StringConstraints
+from pydantic import BaseModel, StringConstraints
 
 from megatron.errors import UserError, did_you_mean, in_words
 from megatron.files import read_small
@@ -29,15 +29,13 @@ SHOWN = 3  # places of a refusal that are listed
 Number = list[Decimal] | Annotated[str, StringConstraints(pattern=r"[^\d.]")]
 
 
-class Published(BaseModel):
+class Published(BaseModel, frozen=True):
     """A table of a paper, and what rows must have been measured by to be compared with it.
 
     cells: numbers by corpus, encoding and length
     sweep: file of the sweep that measures it here, or None, and `why_not` says why
     quantity: key of a row; windows: None for any number
     """
-
-    model_config = ConfigDict(frozen=True)
 
     paper: str
     provenance: str
@@ -81,8 +79,7 @@ def published(name: str) -> Published:
 # --- Ours beside a paper's ---
 
 
-@dataclass(frozen=True)
-class Requirements:
+class Requirements(NamedTuple):
     """What a row must have to answer a table's question.
 
     facts: values of its keys

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -61,7 +61,13 @@ class Table:
 
     def text(self) -> str:
         """For the terminal: the first column to the left, others to the right."""
-        head, *body = in_columns([self.head, *self.body], numbers=True)
+        lines = [self.head, *self.body]
+        name_width, *widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        texts = []
+        for name, *words in lines:
+            numbers = [word.rjust(width) for word, width in zip(words, widths, strict=True)]
+            texts.append("  ".join([name.ljust(name_width), *numbers]).rstrip())
+        head, *body = texts
         title = [self.title] if self.title else []
         rule = "-" * max(map(len, [head, *body]))
         return visible("\n".join([*title, head, rule, *body, *self.notes]))
@@ -91,22 +97,6 @@ class Table:
     def written(self, form: str) -> str:
         """The table as "text", "markdown" or "latex"."""
         return {"text": self.text, "markdown": self.markdown, "latex": self.latex}[form]()
-
-
-def in_columns(lines: Sequence[Sequence[str]], *, numbers: bool = False) -> list[str]:
-    """A text line for each line of words. Every column begins at the same place in all of them.
-
-    numbers: all columns but the first end at the same place
-    """
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    texts = []
-    for words in lines:
-        padded = [word.ljust(width) for word, width in zip(words, widths, strict=True)]
-        if numbers:
-            right = zip(words[1:], widths[1:], strict=True)
-            padded[1:] = [word.rjust(width) for word, width in right]
-        texts.append("  ".join(padded).rstrip())
-    return texts
 
 
 def cell(perplexity: float) -> str:
@@ -141,8 +131,7 @@ def with_spread(form: Callable[[float], str], mean: float | None, std: float | N
 # --- Perplexity, bits per byte and accuracy by length ---
 
 
-@dataclass(frozen=True)
-class Quantity:
+class Quantity(NamedTuple):
     """A number of rows: its key, its name above and below a table, and how a cell shows it."""
 
     key: str
@@ -213,7 +202,7 @@ def table(
     return "\n\n".join(tables)
 
 
-def table_of_text(rows: Sequence[Row], quantity: Quantity, *, over_seeds: bool = False) -> Table:
+def table_of_text(rows: Sequence[Row], quantity: Quantity, *, over_seeds: bool) -> Table:
     """The table of rows of one text, as `by_text` groups them."""
     groups = kinds(rows) if over_seeds else runs(rows)
     lengths = sorted({row["length"] for row in rows})
@@ -229,7 +218,12 @@ def table_of_text(rows: Sequence[Row], quantity: Quantity, *, over_seeds: bool =
     if quantity in (PERPLEXITY, TOKENS_RIGHT):
         notes = _notes(rows, groups, quantity, each=not over_seeds)
     elif quantity is BITS:
-        notes = _notes_on_bytes(rows)
+        sizes = sorted(row.get("bytes", 0) for row in rows)
+        ways = sorted({COUNTED[row.get("bytes_from", MEAN)] for row in rows})
+        size = from_to(f"{sizes[0]:,.0f}", f"{sizes[-1]:,.0f}")
+        notes = [f"{size} bytes scored, {'; '.join(ways)}"]
+        if len({row.get("tokenizer") for row in rows}) > 1:
+            notes.append(OTHER_TOKENIZERS)
     if over_seeds:
         head.insert(1, "seeds")
         for line, group in zip(body, groups.values(), strict=True):
@@ -273,17 +267,6 @@ def with_bits(rows: Sequence[Row]) -> list[Row]:
 
 
 # --- Notes ---
-
-
-def _notes_on_bytes(rows: Sequence[Row]) -> list[str]:
-    """How many bytes the rows scored, and how these were counted."""
-    sizes = sorted(row.get("bytes", 0) for row in rows)
-    ways = sorted({COUNTED[row.get("bytes_from", MEAN)] for row in rows})
-    size = from_to(f"{sizes[0]:,.0f}", f"{sizes[-1]:,.0f}")
-    notes = [f"{size} bytes scored, {'; '.join(ways)}"]
-    if len({row.get("tokenizer") for row in rows}) > 1:
-        notes.append(OTHER_TOKENIZERS)
-    return notes
 
 
 def _notes(

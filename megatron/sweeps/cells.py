@@ -10,10 +10,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 from filelock import FileLock, Timeout
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from megatron.checkpoints.manifest import OPTIMIZER, read_record
 from megatron.checkpoints.saved import find, folder_of, latest_step, with_parent
@@ -37,7 +37,7 @@ Values = dict[str, Any]  # a point of the grid: {axis: value}
 Axis = Annotated[list, Field(min_length=1)] | dict[str, Values | None]
 
 
-class SweepFile(BaseModel):
+class SweepFile(BaseModel, extra="forbid"):
     """The form of a sweep file (docs/sweeps.md).
 
     evaluate: for each label, configuration keys and options of evaluate.py, and `only`: which cells
@@ -45,7 +45,6 @@ class SweepFile(BaseModel):
     entry: values of axes for a user's own encoding; without them the sweep takes none
     """
 
-    model_config = ConfigDict(extra="forbid")
     base: list[str] = []
     settings: Values = {}
     grid: dict[str, Axis] = {}
@@ -54,8 +53,7 @@ class SweepFile(BaseModel):
     entry: dict[str, Axis] = {}
 
 
-@dataclass(frozen=True)
-class EvaluationCall:
+class EvaluationCall(NamedTuple):
     """One call of evaluate.py: its command line, and a label that changes with what is measured."""
 
     label: str
@@ -281,7 +279,10 @@ def _cell(
     calls = []
     for label, options in evaluations.items():
         # Find options that evaluate.py would reject now, before anything is trained.
-        option_words = _words(options)
+        option_words = []  # keys become settings: {eval_tokens: 4096, tail: 64}
+        for key, value in options.items():
+            setting = [f"{key}={json.dumps(value)}"]
+            option_words += setting if key in KEYS else words_of({key: value})
         keys = {key: value for key, value in options.items() if key in KEYS}
         rest = {key: value for key, value in options.items() if key not in KEYS}
         try:
@@ -311,19 +312,10 @@ def _name(values: Mapping[str, Any]) -> str:
     return "-".join(re.sub(r"[^\w.+]+", "_", str(value)) for value in values.values())
 
 
-def _words(options: Mapping[str, Any]) -> list[str]:
-    """Configuration keys become settings, other keys options: {eval_tokens: 4096, tail: 64}."""
-    words = []
-    for key, value in options.items():
-        words += [f"{key}={json.dumps(value)}"] if key in KEYS else words_of({key: value})
-    return words
-
-
 # --- The states of cells, by the configuration's hash in checkpoints and rows ---
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """The state of a cell. kind: waiting     nothing exists yet, and no process works on it
         training    a process has its lock; likewise `evaluating`
         stopped     it has a checkpoint before the last step, and no process works on it

@@ -157,7 +157,7 @@ def run_on(
     sweep: Sweep,
     only: Sequence[str],
     jobs: int | None,
-    entry: Path | None = None,
+    entry: Path | None,
 ) -> None:
     """Run until no cell is left to submit; after a signal, until cancelled jobs have ended.
 

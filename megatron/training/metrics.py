@@ -163,7 +163,26 @@ class Metrics:
             try:
                 import wandb  # slow to import
 
-                run = _run_of_wandb(folder, settings, config, run_id)
+                # It never asks for an API key on the terminal.
+                options: dict[str, Any] = {"silent": True, "console": "off", "init_timeout": 15}
+                if settings.wandb_host:
+                    options["base_url"] = settings.wandb_host
+                run = wandb.init(
+                    project=settings.wandb_project,
+                    entity=settings.wandb_team,
+                    group=settings.wandb_group,
+                    config=config,
+                    dir=folder,
+                    id=run_id,
+                    resume="allow",
+                    settings=wandb.Settings(
+                        **options, finish_timeout=30, finish_timeout_raises=True
+                    ),
+                )
+                # Records have their own axis, because a resumed run sends the records after its
+                # checkpoint again, and W&B's own counter would drop them.
+                run.define_metric("step", hidden=True)
+                run.define_metric("*", step_metric="step")
             except Exception as fault:  # no package, network, key or rights, a bad answer
                 logger.warning(
                     f"use_wandb: cannot start ({in_words(fault)}) - the run continues without it;"
@@ -312,7 +331,15 @@ class TrainingLog(Metrics):
         done = max(1, step - self.first_step)
         left = (_now() - self.started) / done * (self.steps - step)
         numbers["left"] = timedelta(seconds=round(left))
-        logger.info(console_line(f"step {step}/{self.steps}", numbers, learned))
+        words = [text.format(numbers[name]) for name, text in CONSOLE.items() if name in numbers]
+        words += [f"{name} {value.mean():.3f}" for name, value in learned.items()]
+        line = f"step {step}/{self.steps}"
+        for word in words:
+            longer = f"{line}  {word}"
+            if len(longer) > WIDTH:
+                break
+            line = longer
+        logger.info(line)
 
     def validation(self, step: int, loss: float) -> None:
         perplexity = math.exp(min(loss, 700.0))
@@ -323,44 +350,6 @@ class TrainingLog(Metrics):
             f"step {step}: validation loss {loss:.4f}, perplexity {perplexity:.3f} at length"
             f" {length}"
         )
-
-
-def console_line(line: str, numbers: Numbers, learned: Mapping[str, Tensor]) -> str:
-    """A line with this beginning and as many numbers as fit."""
-    words = [text.format(numbers[name]) for name, text in CONSOLE.items() if name in numbers]
-    words += [f"{name} {value.mean():.3f}" for name, value in learned.items()]
-    for word in words:
-        longer = f"{line}  {word}"
-        if len(longer) > WIDTH:
-            break
-        line = longer
-    return line
-
-
-def _run_of_wandb(
-    folder: Path | None, settings: Logging, config: dict[str, Any], run_id: str
-) -> Any:
-    """A Weights & Biases run, new or resumed. It never asks for an API key on the terminal."""
-    import wandb  # slow to import
-
-    options: dict[str, Any] = {"silent": True, "console": "off", "init_timeout": 15}
-    if settings.wandb_host:
-        options["base_url"] = settings.wandb_host
-    run = wandb.init(
-        project=settings.wandb_project,
-        entity=settings.wandb_team,
-        group=settings.wandb_group,
-        config=config,
-        dir=folder,
-        id=run_id,
-        resume="allow",
-        settings=wandb.Settings(**options, finish_timeout=30, finish_timeout_raises=True),
-    )
-    # Records have their own axis, because a resumed run sends the records after its checkpoint
-    # again, and W&B's own counter would drop them.
-    run.define_metric("step", hidden=True)
-    run.define_metric("*", step_metric="step")
-    return run
 
 
 def _now() -> float:

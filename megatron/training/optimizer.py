@@ -41,14 +41,15 @@ def learning_rate(step: int, optimizer: Optimizer) -> float:
     if warmup and (step <= warmup if old else reached < warmup):
         rate = peak * reached / warmup
         return rate if old else max(floor, rate)
-    start = warmup
-    if optimizer.lr_decay_style == "wsd":
+    start, style = warmup, optimizer.lr_decay_style
+    if style == "wsd":
+        style = optimizer.lr_wsd_decay_style
         start = steps - optimizer.lr_wsd_decay_iters
         if reached <= start or not optimizer.lr_wsd_decay_iters:
             return peak
     left = steps if old else steps + 1 - start
     progress = min(1.0, (reached - start) / left)
-    shape = SHAPES[optimizer.decay_shape](progress)
+    shape = SHAPES[style](progress)
     return max(floor, peak * shape if old else floor + (peak - floor) * shape)
 
 

@@ -7,7 +7,7 @@ for each position keeps the rows that both models have.
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -58,8 +58,7 @@ class Saved(NamedTuple):
     record: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(NamedTuple):
     """Where a run starts.
 
     before: the checkpoint that it continues, or None for a new run

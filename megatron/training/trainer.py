@@ -66,7 +66,7 @@ class Trainer:
             )
         self.engine: Any = engine
         self.restore_exact_positions()
-        if not self.model.backends <= TRUSTED:
+        if not {choice.backend for choice in self.model.attention_choices} <= TRUSTED:
             # A backend is compared with eager at its first use. Compiled code can't do that, and
             # the backend must not change between a layer's forward pass and its recomputation.
             ids = torch.zeros(1, model.train_length, dtype=torch.long, device=grid.device)

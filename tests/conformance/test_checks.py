@@ -49,7 +49,7 @@ def test_what_does_not_hold_or_apply_says_why():
         assert detail in finding.detail
         assert finding.check == title(check)
     with pytest.raises(UserError, match="no encoding is called 'rotery'"):
-        examine(Subject("rotery"))
+        Subject("rotery").position()
 
 
 D = torch.arange(SIZES[-1], dtype=torch.float64)

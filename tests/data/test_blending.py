@@ -29,7 +29,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyzABCD"
 @pytest.fixture(scope="session")
 def corpora(tmp_path_factory):
     """The documents of the golden corpus, divided into three token files."""
-    whole = TokenFile.open(GOLDEN / "corpus_text_document")
+    whole = TokenFile(GOLDEN / "corpus_text_document")
     ranges = {}
     for case in EXPECTED["blends"]:
         ranges |= case["corpora"]
@@ -39,7 +39,7 @@ def corpora(tmp_path_factory):
         with TokenWriter(prefix, np.uint16) as writer:
             for document in range(first, stop):
                 writer.add(whole.read(document))
-        files[name] = TokenFile.open(prefix)
+        files[name] = TokenFile(prefix)
     return files
 
 

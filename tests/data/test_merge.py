@@ -35,7 +35,7 @@ def test_the_documents_follow_each_other_and_the_card_knows_all_sources(pair, ca
     output = Path("new/both")
     assert main([*pair, "-o", str(output)]) == 0
     assert capsys.readouterr().out == f"{output}: 5 documents, 11 tokens (uint16)\n"
-    merged = TokenFile.open(output)
+    merged = TokenFile(output)
     assert [merged.read(number).tolist() for number in range(5)] == FIRST + SECOND
     # So does GPT-NeoX, but it loses the index of documents, which nothing reads.
     at_once = write("at_once", FIRST + SECOND)

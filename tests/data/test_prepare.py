@@ -48,7 +48,7 @@ def yaml_lines(summary):
 def test_a_text_becomes_token_files_with_a_tokenizer_and_a_card(text):
     summary = own(text, ".")
     prefix = Path("mine/mine_text_document")
-    tokens = TokenFile.open(prefix)
+    tokens = TokenFile(prefix)
     tokenizer = build_tokenizer("HFTokenizer", "mine/tokenizer.json")
     documents = [document for document in TEXTS if document]
     assert len(tokens) == len(documents)
@@ -69,7 +69,7 @@ def test_a_text_becomes_token_files_with_a_tokenizer_and_a_card(text):
 def test_documents_keep_their_order_and_those_without_text_are_left_out(tmp_path, text):
     text = text.rename(os.fsdecode(bytes(tmp_path) + b"/\xff.jsonl"))
     summary = own(text, ".", "-t", "CharLevelTokenizer")
-    tokens = TokenFile.open("mine/mine_text_document")
+    tokens = TokenFile("mine/mine_text_document")
     got = [tokens.read(index).astype(np.uint8).tobytes() for index in range(len(tokens))]
     assert got == [document.encode() + b"\0" for document in TEXTS if document]
     assert "left out, blank document: 1\n" in summary
@@ -109,7 +109,7 @@ def test_what_was_prepared_from_something_else_is_kept_unless_overwritten(text):
     with pytest.raises(UserError, match=r"\.bin: has 10 bytes, but"):
         own(text, data)
     own(other, data, "--vocab-size", "300", "--overwrite")
-    assert len(TokenFile.open(data / "mine" / "mine_text_document")) == 1
+    assert len(TokenFile(data / "mine" / "mine_text_document")) == 1
 
 
 def test_a_fault_leaves_everything_as_it_was(text, monkeypatch):
@@ -156,6 +156,6 @@ def test_groups_of_files_are_merged_to_the_bytes_of_one_run(text):
     for suffix in (".bin", ".idx"):
         expected = whole.with_name(whole.name + suffix).read_bytes()
         assert merged.with_suffix(suffix).read_bytes() == expected
-    cards = [TokenFile.open(prefix).meta for prefix in (whole, merged)]
+    cards = [TokenFile(prefix).meta for prefix in (whole, merged)]
     for key in ("tokenizer", "sources", "text_bytes", "documents", "dtype"):
         assert cards[0][key] == cards[1][key]

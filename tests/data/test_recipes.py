@@ -110,7 +110,7 @@ def test_the_files_of_a_data_set_are_downloaded_once_at_one_commit(hub, prepare)
     done = prepare("mine")
     assert done.returncode == 0, done.stderr
     assert hub.breaks[path] == []  # after a broken connection it is asked for once more
-    card = TokenFile.open("data/mine/mine_text_document").meta
+    card = TokenFile("data/mine/mine_text_document").meta
     digest = hashlib.sha256(Path("recipes/mine.yml").read_bytes()).hexdigest()
     assert card["recipe"] == {"name": "mine", "sha256": digest}
     sums = [hashlib.sha256(FILES[f"data/train-{number}.jsonl"]).hexdigest() for number in (0, 1)]
@@ -140,7 +140,7 @@ def test_with_a_limit_only_the_files_that_it_needs_are_downloaded(hub, prepare):
     done = prepare("mine", "--documents", "2")
     assert done.returncode == 0, done.stderr
     assert downloaded() == {"train-0.jsonl"}
-    card = TokenFile.open("data/mine/mine_text_document").meta
+    card = TokenFile("data/mine/mine_text_document").meta
     assert (card["documents_limit"], len(card["sources"])) == (2, 1)
     write_recipe(**TRAIN | {"count": 3})
     done = prepare("mine", "-d", "third")
@@ -210,7 +210,7 @@ def test_any_data_set_is_read_as_a_stream(hub, prepare):
     keys = ["--text-key", "no", "--text-key", "text"]
     done = prepare("hf:someone/texts", "--documents", "2", *keys)
     assert done.returncode == 0, done.stderr
-    tokens = TokenFile.open("data/texts/texts_text_document")
+    tokens = TokenFile("data/texts/texts_text_document")
     assert (len(tokens), tokens.meta["documents_limit"]) == (2, 2)
     [source] = tokens.meta["sources"]
     assert (source["dataset"], source["split"], source["commit"]) == (NAME, "train", COMMIT)

@@ -25,7 +25,7 @@ TEST_SAMPLES = 10  # what the reference was asked for in the test part; expected
 def corpus():
     for suffix in (".bin", ".idx"):
         shutil.copyfile(GOLDEN / f"corpus_text_document{suffix}", Path(f"corpus{suffix}"))
-    return TokenFile.open("corpus")
+    return TokenFile("corpus")
 
 
 def write(prefix, sizes):
@@ -34,7 +34,7 @@ def write(prefix, sizes):
     with TokenWriter(prefix, np.int32) as writer:
         for start, size in zip(first, sizes, strict=False):
             writer.add(np.arange(start, start + size))
-    return TokenFile.open(prefix)
+    return TokenFile(prefix)
 
 
 def test_samples_are_those_of_the_reference_token_for_token(corpus):

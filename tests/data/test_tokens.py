@@ -55,14 +55,14 @@ def test_the_reference_file_and_each_number_type_are_read_and_written_byte_for_b
     documents = [[1, 2, 3], [], [127]]
     for code, dtype in codes.items():
         theirs = write_bytes(f"theirs{code}", documents, range(4), dtype, code)
-        assert TokenFile.open(theirs).dtype == dtype
-        assert documents_of(TokenFile.open(theirs)) == documents
+        assert TokenFile(theirs).dtype == dtype
+        assert documents_of(TokenFile(theirs)) == documents
         same_bytes(write(f"ours{code}", documents, dtype), theirs)
 
 
 def test_a_document_is_read_from_any_token_on_here_and_in_a_worker():
     write("c", [[1, 2, 3], [], [4, 5], np.arange(50_000)])
-    tokens = TokenFile.open("c")
+    tokens = TokenFile("c")
     pickled = pickle.dumps(tokens)
     assert len(pickled) < 1000
     for opened in (tokens, pickle.loads(pickled)):
@@ -75,10 +75,10 @@ def test_a_document_is_read_from_any_token_on_here_and_in_a_worker():
 
 def test_documents_may_have_several_sequences_and_more_tokens_than_an_int32_counts():
     sequences = [[1, 2], [3], [], [4, 5, 6], [7]]
-    tokens = TokenFile.open(write_bytes("c", sequences, [0, 2, 2, 4, 5]))
+    tokens = TokenFile(write_bytes("c", sequences, [0, 2, 2, 4, 5]))
     assert documents_of(tokens) == [[1, 2, 3], [], [4, 5, 6], [7]]
     # GPT-NeoX merges files without ending a document.
-    assert documents_of(TokenFile.open(write_bytes("d", sequences, [0]))) == sequences
+    assert documents_of(TokenFile(write_bytes("d", sequences, [0]))) == sequences
 
     long = 2**31 - 1
     header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 1, 2, 2)
@@ -86,7 +86,7 @@ def test_documents_may_have_several_sequences_and_more_tokens_than_an_int32_coun
     with Path("e.bin").open("wb") as file:
         file.seek(long + 3)
         file.write(bytes([1, 2, 3, 4, 5, 6]))
-    tokens = TokenFile.open("e")
+    tokens = TokenFile("e")
     assert (tokens.sizes.dtype, tokens.sizes.tolist()) == (np.int64, [2**31 + 8])
     assert tokens.read(0, 2**31 + 4).tolist() == [3, 4, 5, 6]
 
@@ -98,7 +98,7 @@ def test_a_damaged_index_is_recognised_wherever_the_damage_is(monkeypatch):
         with pytest.raises(
             UserError, match="has a document index that does not rise from 0 to the num"
         ):
-            TokenFile.open("c")
+            TokenFile("c")
     monkeypatch.setattr(token_index, "PIECE", 2)
     write_bytes("c", [[1], [2], [3], [4], [5]], range(6))
     whole = Path("c.idx").read_bytes()
@@ -108,7 +108,7 @@ def test_a_damaged_index_is_recognised_wherever_the_damage_is(monkeypatch):
             damaged[place] ^= 0x80
             Path("c.idx").write_bytes(damaged)
             with pytest.raises(UserError, match="has lengths and pointers that disagree"):
-                TokenFile.open("c")
+                TokenFile("c")
 
 
 def test_a_flipped_byte_in_either_file_is_noticed():
@@ -116,14 +116,14 @@ def test_a_flipped_byte_in_either_file_is_noticed():
     contents = {suffix: Path(f"c.{suffix}").read_bytes() for suffix in ("bin", "idx")}
     sums = {suffix: hashlib.sha256(content).hexdigest() for suffix, content in contents.items()}
     facts = {"corpus": "mine", "documents": 2, "tokens": 3, "sha256": sums}
-    assert TokenFile.open("c").meta == facts
+    assert TokenFile("c").meta == facts
     for suffix, whole in contents.items():
         for place in range(len(whole)):
             flipped = bytearray(whole)
             flipped[place] ^= 1
             Path(f"c.{suffix}").write_bytes(flipped)
             with pytest.raises(UserError, match=r"c\.(bin|idx|json): "):
-                TokenFile.open("c")
+                TokenFile("c")
         Path(f"c.{suffix}").write_bytes(whole)
     assert verify("c").endswith(
         "c: 2 documents, 3 tokens are undamaged (sha256 and range of uint16)"
@@ -139,13 +139,13 @@ def test_the_tokenizer_that_wrote_a_file_is_told_from_another():
         ([[1, 2]], {"tokenizer": writer | {"hash": ours.hash}}, None),
         ([[1, 2]], {"tokenizer": writer}, "written by HFTokenizer 123456789abc with a vocabulary"),
     ):
-        tokens = TokenFile.open(write("c", documents, meta=meta, overwrite=True))
+        tokens = TokenFile(write("c", documents, meta=meta, overwrite=True))
         if message is None:
             tokens.check_tokenizer(ours)
             continue
         with pytest.raises(UserError, match=message):
             tokens.check_tokenizer(ours)
-    tokens = TokenFile.open(write("c", [[512]], overwrite=True))
+    tokens = TokenFile(write("c", [[512]], overwrite=True))
     tokens.check_tokenizer(ours)
     with pytest.raises(UserError, match="has token 512, but the vocabulary ends at 511"):
         tokens.read(0)
@@ -161,7 +161,7 @@ def test_the_end_of_documents_is_found_and_a_single_document_needs_its_card():
         ([[5, 6], [5, 6]], card, None),  # another token than the card names
     ):
         write("c", documents, meta=meta, overwrite=True)
-        assert TokenFile.open("c").end_of_documents() == end
+        assert TokenFile("c").end_of_documents() == end
 
 
 def test_a_fault_while_writing_leaves_the_old_file_and_nothing_else():
@@ -183,5 +183,5 @@ def test_a_fault_while_writing_leaves_the_old_file_and_nothing_else():
         with pytest.raises(UserError, match=message):
             write("c", documents, overwrite=overwrite)
         assert {path.name: path.read_bytes() for path in Path().iterdir()} == before
-    tokens = TokenFile.open(write("c", [[3]], overwrite=True))
+    tokens = TokenFile(write("c", [[3]], overwrite=True))
     assert (tokens.read(0).tolist(), tokens.meta) == ([3], {})

@@ -5,8 +5,10 @@ import itertools
 import math
 import re
 import shutil
+import sys
 from argparse import Namespace
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from evaluate import add_all_options, main
+from evaluate import add_all_options, as_published, main
+from megatron.attention import Choice
 from megatron.checkpoints.manifest import read_record, write_record
 from megatron.config import load
 from megatron.data.tokenizers.build import build_tokenizer
@@ -29,7 +32,6 @@ from megatron.results.files import read_rows
 from megatron.results.labels import runs
 from megatron.results.row import value_of
 from tests.support import ROOT
-from train import measure
 
 TOKENIZER = {"type": "HFTokenizer", "hash": "aaaa", "vocab_size": 60, "eod": 0}
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
@@ -97,9 +99,9 @@ def model(config, seed=None):
 
 def evaluate(*words):
     """Exit status of evaluate.py; a text may hold several words."""
-    argv = [part for word in words for part in str(word).split()]
-    with pytest.raises(SystemExit) as ended:
-        run(main, purpose="evaluate", options=add_all_options, config_needed=False, argv=argv)
+    argv = ["", *(part for word in words for part in str(word).split())]
+    with pytest.raises(SystemExit) as ended, patch.object(sys, "argv", argv):
+        run(main, purpose="evaluate", options=add_all_options, config_needed=False)
     return ended.value.code
 
 
@@ -111,7 +113,7 @@ def rows_of(output, *words):
 class OnGPU:
     """What a row asks of a model on a GPU, where there is none."""
 
-    resolved_backend = "sdpa"
+    attention_choice = Choice("sdpa")
 
     def parameters(self):
         yield Namespace(dtype=torch.float32, device=torch.device("cuda"), is_cuda=True)
@@ -300,7 +302,7 @@ def test_no_training_steps_measure_as_kerple_and_mep_do(home, folder, capsys):
     (row,) = rows_of(folder / "own.jsonl", file, "--lengths 16")
     assert row["protocol"] == "equal_tokens"
     capsys.readouterr()
-    measure(load([file]))  # as train.py does
+    as_published(load([file]))  # as train.py does
     assert "protocol paper" in capsys.readouterr().out
     assert evaluate(file, "eval_iters=0") == 1
     assert "eval_iters: 0 batches leave nothing to measure" in capsys.readouterr().err

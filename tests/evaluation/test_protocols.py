@@ -50,7 +50,7 @@ def token_file(path, sizes):
         for size in sizes:
             writer.add(np.arange(start, start + size))
             start += size
-    return TokenFile.open(path)
+    return TokenFile(path)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_a_region_is_that_of_the_targets_and_of_their_places(tokens, tmp_path):
     with TokenWriter(tmp_path / "twice", np.uint16) as writer:
         for _ in range(2):
             writer.add(np.arange(600))
-    twice = TokenFile.open(tmp_path / "twice")
+    twice = TokenFile(tmp_path / "twice")
     parts = [held_out(twice, [64], "1,1,0", part) for part in ("train", "valid")]
     (train,), (valid,) = (windows_of("equal_tokens", text) for text in parts)
     assert train.text == valid.text
@@ -181,7 +181,7 @@ def test_the_protocol_of_the_papers_has_the_references_windows_token_for_token(t
     for suffix in (".bin", ".idx"):
         shutil.copyfile(GOLDEN / f"corpus_text_document{suffix}", tmp_path / f"corpus{suffix}")
     expected = np.load(GOLDEN / "expected_samples.npz")[run["array"]]
-    tokens, count = TokenFile.open(tmp_path / "corpus"), run["num_valid"]
+    tokens, count = TokenFile(tmp_path / "corpus"), run["num_valid"]
     text = held_out(tokens, [run["valid_seq_length"]], "949,50,1", seed=1235)
     (windows,) = windows_of("paper", text, windows=count)
     assert len(windows.ids) == count

@@ -6,7 +6,7 @@ import torch
 from megatron.config import load
 from megatron.errors import UserError
 from megatron.evaluation.methods import MeasuredAttention
-from megatron.model import GPT, AttentionSettings, from_config, position_from_config
+from megatron.model import GPT, AttentionSettings, from_config, positions_from_config
 from tests.encodings import every_signature
 from tests.model.test_cache import in_pieces
 from tests.support import of_encoding
@@ -25,7 +25,7 @@ def model(*words: str) -> GPT:
 def test_every_encoding_decodes_in_pieces_as_in_one_pass_or_is_refused(name):
     ids = torch.randint(50, (2, 81))
     words = [*of_encoding(name), "max_position_embeddings=96"]
-    position = position_from_config(load([], [*MODEL[:4], *words]))
+    [position, *_], _ = positions_from_config(load([], [*MODEL[:4], *words]))
     keys_of_heads = not position.grouped_queries or position.score_width != 1
     if keys_of_heads or position.heads_per_query != 1:
         with pytest.raises(UserError, match="layers: mla does not work with"):

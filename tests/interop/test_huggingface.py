@@ -20,7 +20,7 @@ from megatron.config import load
 from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokens import TokenWriter
 from megatron.errors import UserError
-from megatron.evaluation.loaded_run import opened_with_tokenizer
+from megatron.evaluation.loaded_run import checked_tokenizer, loaded_model
 from megatron.evaluation.methods import MeasuredAttention
 from megatron.evaluation.options import method_or_none
 from megatron.interop import open_model
@@ -468,7 +468,7 @@ def test_an_import_is_an_ordinary_checkpoint_with_its_origin(folder, tmp_path):
     assert build_tokenizer(config.data.tokenizer_type, config.data.vocab_file).eod == 0
     assert faults_of(run / "global_step0") == []
     # A run that was moved has its tokenizer with it.
-    _, tokenizer = opened_with_tokenizer(None, run.rename(tmp_path / "moved"), None)
+    tokenizer = checked_tokenizer(loaded_model(None, run.rename(tmp_path / "moved"), None))
     assert tokenizer.hash == record["tokenizer"]["hash"]
 
 

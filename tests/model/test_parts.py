@@ -16,7 +16,7 @@ from megatron.model import (
     AttentionSettings,
     Cache,
     from_config,
-    position_from_config,
+    positions_from_config,
 )
 from megatron.model.settings import initialize
 from megatron.model.size import forward_flops, parameters
@@ -96,8 +96,9 @@ def test_every_encoding_takes_grouped_queries_or_refuses_them_when_it_is_read(na
     config = configured(*encoding)
     architecture = Architecture.of(config.model)
     architecture.num_key_value_heads = 2
+    positions, _ = positions_from_config(config)
     with pytest.raises(UserError, match=expected):
-        GPT(architecture, AttentionSettings(), positions=[position_from_config(config)], vocab=50)
+        GPT(architecture, AttentionSettings(), positions=positions, vocab=50)
 
 
 @pytest.mark.parametrize(

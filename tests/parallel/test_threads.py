@@ -69,7 +69,7 @@ def main(config, options):
     normal = torch.full((2_000_000,), 2e-38)  # all threads have a part
     return int((normal * 0.1).view(torch.int32).any())
 
-run(main, config_needed=False, argv=[])
+run(main, config_needed=False)
 """
 
 

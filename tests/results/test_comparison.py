@@ -21,7 +21,12 @@ def test_two_seeds_are_these_weights_on_this_text_and_nothing_is_marked():
     rows += seeds_of("c", [0.03, -0.09])
     comparisons = against(rows)
     _, two, _ = comparisons
-    assert (two.difference.unit, two.is_claim, two.mark, two.p) == ("windows", False, "", None)
+    assert (two.difference.unit, two.difference.is_claim, two.mark, two.p) == (
+        "windows",
+        False,
+        "",
+        None,
+    )
     assert two.difference.estimate.interval()[0] > 0.2, "as windows they are as sure as can be"
     assert two.difference.by_seed == pytest.approx({1: 0.2, 2: 0.3}, abs=0.005)
     text = tables(comparisons)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("own_registry")
 def quick(monkeypatch):
     """Only some checks: the command prints what they find and does no more."""
     some = (*CHECKS[:6], later_tokens_change_nothing)
-    monkeypatch.setattr(command, "examine", lambda subject: examine(subject, some))
+    monkeypatch.setattr(command, "examine", lambda subject, _: examine(subject, some))
 
 
 def test_every_check_fits_on_a_line(capsys):
@@ -64,7 +64,7 @@ def test_lack_of_memory_is_no_fault_of_the_encoding(monkeypatch, capsys):
     def check(subject):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr(command, "examine", lambda subject: examine(subject, [check]))
+    monkeypatch.setattr(command, "examine", lambda subject, _: examine(subject, [check]))
     assert main(["alibi"]) == 1
     printed = capsys.readouterr()
     assert "the machine is out of memory" in printed.err

@@ -8,7 +8,7 @@ import torch
 
 from megatron.config import load
 from megatron.entry import split_words
-from megatron.model import position_from_config
+from megatron.model import positions_from_config
 from tests.support import ROOT
 
 GUIDE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
@@ -41,5 +41,6 @@ def test_longropes_recipe_has_the_frequencies_of_ntk():
     frequencies = []
     for name in ("ntk", "longrope"):
         files = [ROOT / f"configs/{stem}.yml" for stem in ("125M", f"recipes/{name}")]
-        frequencies.append(position_from_config(load(files)).inv_freq)
+        [position, *_], _ = positions_from_config(load(files))
+        frequencies.append(position.inv_freq)
     torch.testing.assert_close(*frequencies, rtol=1e-3, atol=0)

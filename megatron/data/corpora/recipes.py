@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from megatron.data.corpora.hub import asking
 from megatron.data.corpora.source_code import Environment, Package, Repeats
@@ -34,7 +34,7 @@ GPT2_FILES = {
 """For GPT-NeoX's names of OpenAI's files: their names on the hub, and their sha256."""
 
 
-class Recipe(BaseModel):
+class Recipe(BaseModel, extra="forbid", frozen=True):
     """The contents of a recipe's file.
 
     about: what the corpus is; is_not: what it might be confused with
@@ -45,8 +45,6 @@ class Recipe(BaseModel):
     at_hand: patterns of files that --from-dir accepts if there are no `files`
     text_key: the key of the text; keep: use only entries with this value under this key
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     about: str
     is_not: str = ""

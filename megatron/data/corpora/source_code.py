@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from megatron.data.readers import Corpus
 from megatron.errors import UserError
@@ -80,14 +80,12 @@ class Repeats(Corpus):
 # --- Installed packages ---
 
 
-class Package(BaseModel):
+class Package(BaseModel, extra="forbid", frozen=True):
     """The facts about a package that a recipe pins.
 
     part: held-out documents come last, so that a split can hold out whole packages
     sha256: of the names and contents of its documents
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     version: str
     part: Literal["train", "held_out"]

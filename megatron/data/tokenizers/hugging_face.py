@@ -231,14 +231,6 @@ def end_of_document(file: Path, vocab: Mapping[str, int], added: Collection[str]
 
     In OPT's vocabulary <|endoftext|> is an ordinary token, and documents end with </s>.
     """
-    eos_token = eos_token_beside(file)
-    if eos_token is None or END_OF_DOCUMENT in added or eos_token not in vocab:
-        return END_OF_DOCUMENT
-    return eos_token
-
-
-def eos_token_beside(file: Path) -> str | None:
-    """eos_token of the tokenizer_config.json next to a tokenizer's file, or None."""
     beside = file.with_name(BESIDE)
     settings: Any = {}
     if beside.is_file():
@@ -247,7 +239,9 @@ def eos_token_beside(file: Path) -> str | None:
     token = settings.get("eos_token")
     if isinstance(token, dict):
         token = token.get("content")
-    return token if isinstance(token, str) else None
+    if not isinstance(token, str) or END_OF_DOCUMENT in added or token not in vocab:
+        return END_OF_DOCUMENT
+    return token
 
 
 def unusual(end: str) -> list[str]:
