@@ -23,10 +23,8 @@ from megatron.config.yaml_files import read_overrides
 from megatron.data.tokens import preparing
 from megatron.errors import UserError, visible
 from megatron.evaluation.options import number
-from megatron.results.atlas import REFERENCE, SURE, atlas_rows, claims_about, standings
-from megatron.results.claims import judged, table_of
+from megatron.results.atlas import REFERENCE, atlas_rows, decided, standings
 from megatron.results.files import read_rows
-from megatron.results.table import Table
 from megatron.splits import TASK_PREFIX
 from megatron.sweeps.cells import (
     State,
@@ -131,13 +129,8 @@ def place_of_entry(name: str, results: Path) -> str:
     rows = atlas_rows([results])
     standing = standings(rows)
     best, *_ = (other for other in standing.names if other != name)
-    verdicts = judged(claims_about(name, dict.fromkeys([best, REFERENCE])), rows, SURE)
-    decided = table_of(verdicts, f"Is {name} better?", SURE)
-    columns = (0, 2, 3, 6)  # narrow enough for a terminal
-    lines = [[line[column] for column in columns] for line in (decided.head, *decided.body)]
-    narrow = Table(lines[0], lines[1:], decided.notes, decided.title)
-    text = narrow.text().replace("encoding ", "")
-    return f"{standing.table().text()}\n\n{text}"
+    verdicts = decided(name, dict.fromkeys([best, REFERENCE]), rows)
+    return f"{standing.table().text()}\n\n{verdicts.text()}"
 
 
 def check(sweep: Sweep, entry: Path | None) -> int:

@@ -17,12 +17,13 @@ import torch
 from jinja2 import Environment, FileSystemLoader
 
 from megatron.config import document
+from megatron.config.yaml_files import read_file
 from megatron.errors import UserError
 from megatron.files import ROOT, write_text
 from megatron.positions import ALIASES, REGISTRY, Position, Shape, build, options_of
 from megatron.report.curves import write
 from megatron.report.encoding_figures import Panel, draw, panels
-from megatron.results.atlas import ONE_SEED, PARTS, TEXT, atlas_rows, standings
+from megatron.results.atlas import ONE_SEED, PARTS, SCORE, TEXT, atlas_rows, standings
 from megatron.results.papers import published
 
 PAGE = ROOT / "docs" / "positions.md"
@@ -71,12 +72,22 @@ def family_page(family: str) -> str:
     )
 
 
+def configured(name: str) -> Position | None:
+    """The encoding with the options of its file in configs/pos_emb; None for another name."""
+    if name not in REGISTRY:
+        return None
+    options = read_file(ROOT / "configs" / "pos_emb" / f"{name}.yml").get("pos_emb_args") or {}
+    return build(name, SHAPE, **options)
+
+
 def atlas() -> dict[str, str]:
     """The text of the atlas's page in each form, by the file's ending."""
     with COSTS.open(encoding="utf-8") as file:
         costs = {line["pos_emb"]: line for line in csv.DictReader(file)}
+    measured = standings(atlas_rows())
     values = {
-        "atlas": standings(atlas_rows()),
+        "atlas": measured,
+        "complete": measured.values[SCORE].dropna().index.unique("name").size,
         "costs": costs,
         "parts": PARTS,
         "one_seed": ONE_SEED,
@@ -94,6 +105,11 @@ def works_with(position: Position) -> list[str]:
         position.check_parts()
         answers.append("ranks")
     return answers
+
+
+def short(ratio: str | None) -> str:
+    """A ratio of times with two digits, or nothing."""
+    return f"{float(ratio):.2g}" if ratio else ""
 
 
 def polyline(curve: Mapping[int, float], part: str) -> str:

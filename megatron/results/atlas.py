@@ -12,7 +12,7 @@ import pandas as pd
 
 from megatron.files import ROOT
 from megatron.protocols import TASK
-from megatron.results.claims import Claim
+from megatron.results.claims import Claim, judged, table_of
 from megatron.results.effective_length import EffectiveLength, effective_lengths
 from megatron.results.files import read_rows
 from megatron.results.row import ENCODING_AXIS, Row, cell_of, encoding_of, with_facts
@@ -71,14 +71,22 @@ class Standings(NamedTuple):
         text = with_spread("{:.0f}".format, *mean_and_std(numbers))
         return text if len(numbers) > 1 else text + ONE_SEED
 
+    def effective_cell(self, name: str) -> str:
+        """The effective length; or nothing, where it wasn't measured or has no control."""
+        effective = self.effective.get(name)
+        if effective is None:
+            return ""
+        seeds = max(len(difference.by_seed) for difference in effective.differences.values())
+        return f"{effective}{ONE_SEED if seeds == 1 else ''}"
+
     def table(self) -> Table:
         """A line for each encoding."""
         body = []
         for name in self.names:
             numbers = [self.cell(name, part) for part in (SCORE, *PARTS)]
-            body.append([name, *numbers, str(self.effective.get(name, ""))])
+            body.append([name, *numbers, self.effective_cell(name)])
         notes = [
-            "score: mean of the five parts, if all were measured; ± one standard deviation",
+            "score: mean of the five parts, for the seeds with all of them; ± standard deviation",
             f"{TEXT}: perplexity of {REFERENCE} at {FAR} L in % of this one's; L: training length",
             f"{', '.join(TASKS)}: % of answer tokens right, mean over 2 L to {FAR} L",
             f"{ONE_SEED} one seed",
@@ -120,12 +128,26 @@ def standings(rows: Sequence[Row]) -> Standings:
     return Standings(values, curves, by_name)
 
 
-def claims_about(name: str, rivals: Iterable[str]) -> list[Claim]:
-    """That an encoding is better than its rivals in each part, at the longest length."""
-    claims = []
+def decided(name: str, rivals: Iterable[str], rows: Sequence[Row]) -> Table:
+    """Whether an encoding is better than its rivals in each part, at the longest length."""
+    body = []
     for rival in rivals:
-        sides = {"a": f"encoding {name}", "b": f"encoding {rival}", "at": f"{FAR} L"}
-        claims.append(Claim(**sides, lower_by=0, protocol="tail"))
-        sides |= {"quantity": "token_accuracy", "higher_by": 0}
-        claims += [Claim(**sides, both=task) for task in TASKS]
-    return claims
+        for part in PARTS:
+            claim = _better(name, rival, part)
+            for verdict in judged([claim], rows, SURE):
+                _, _, *line, _, needed = table_of([verdict], "", SURE).body[0]
+                body.append([f"{part}: {name}, {rival}", *line, needed])
+    notes = [
+        f"at {FAR} L, paired by seed; holds: better, fails: worse, if p of the line < {SURE:g}",
+        "no rows: not both on the same text; *: fewer than three seeds, these weights only",
+        "would decide: seeds for a power of 80 %, if the effect is as seen",
+    ]
+    head = ["is the first better?", "verdict", "effect [95 %]", "p", "would decide"]
+    return Table(head, body, notes)
+
+
+def _better(name: str, rival: str, part: str) -> Claim:
+    sides = {"a": f"encoding {name}", "b": f"encoding {rival}", "at": f"{FAR} L"}
+    if part == TEXT:
+        return Claim(**sides, lower_by=0, protocol="tail")
+    return Claim(**sides, higher_by=0, quantity="token_accuracy", both=part)

@@ -40,7 +40,7 @@ class EffectiveLength(NamedTuple):
 
     def __str__(self) -> str:
         if self.length is None:
-            return f"none above {self.train_length}"
+            return f"none shown above {self.train_length}"
         is_longest = self.length == max(self.differences)
         return f"{self.length} or more" if is_longest else str(self.length)
 
@@ -55,7 +55,8 @@ def effective_lengths(rows: Sequence[Row]) -> dict[str, EffectiveLength]:
             control_of[identity(row, MODEL)] = row
 
     lengths = {}
-    unlimited = [row for row in tails if not isinstance(value_of(row, "window"), int)]
+    # A model with windows of its own has no control: the evaluation's window would widen them.
+    unlimited = [row for row in tails if value_of(row, "window") == "none"]
     for label, measured in kinds(unlimited).items():
         train_length = trained_length(measured[0]) or 0
         with_control = [row for row in measured if identity(row, MODEL) in control_of]

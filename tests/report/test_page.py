@@ -129,7 +129,9 @@ def test_a_summary_says_who_is_best_who_gains_and_how_sure_that_is(shown):
         " ".join(line.split()) for line in re.findall(r"<li>(.*?)</li>", top, flags=re.DOTALL)
     )
     assert best.startswith("Best at 2048 tokens, perplexity: alibi (20.29); alibi, window 512 (")
-    assert gains.endswith("(95 % interval below 0): alibi 2048 or more; rotary none above 512.")
+    assert gains.endswith(
+        "(95 % interval below 0): alibi 2048 or more; rotary none shown above 512."
+    )
     different = "alibi, window 512; rotary; rotary, window 512."
     assert sure == f"Different from alibi there over seeds: {different}"
     open_tables, _, closed = page.partition("<details>")

@@ -6,8 +6,7 @@ import statistics
 import pytest
 from scipy.stats import ttest_1samp
 
-from megatron.results.atlas import PARTS, TASKS, atlas_rows, claims_about, standings
-from megatron.results.claims import judged
+from megatron.results.atlas import PARTS, TASKS, atlas_rows, decided, standings
 from megatron.results.papers import published
 from megatron.results.row import with_facts
 from tests.support import ROOT
@@ -87,9 +86,7 @@ def test_an_encoding_on_a_newer_text_is_compared_with_the_reference_on_the_same(
 
 
 def test_an_entry_must_win_by_p_below_a_hundredth():
-    rows = atlas_rows()
-    *_, claim = claims_about("fox", ["kerple_log"])
-    assert claim.both == "flip_flop"
+    """FoX beats kerple_log on flip-flop by 0.01 < p < 0.05: that's undecided here."""
     shares = {
         (row["cell"]["encoding"], row["seed"]): row["token_accuracy"]
         for row in lines("tasks/flip_flop.jsonl")
@@ -98,6 +95,14 @@ def test_an_entry_must_win_by_p_below_a_hundredth():
     differences = [shares["fox", seed] - shares["kerple_log", seed] for seed in (1235, 1236, 1237)]
     p = ttest_1samp(differences, 0).pvalue
     assert 0.01 < p < 0.05
-    (usual,), (strict,) = judged([claim], rows), judged([claim], rows, 0.01)
-    assert (usual.word, usual.p) == ("holds", pytest.approx(p))
-    assert (strict.word, strict.needed) == ("undecided", "4 seeds")
+    verdicts = {line[0]: line[1:] for line in decided("fox", ["kerple_log"], atlas_rows()).body}
+    assert len(verdicts) == len(PARTS)
+    word, _, shown, needed = verdicts["flip_flop: fox, kerple_log"]
+    assert (word, shown, needed) == ("undecided", f"{p:.3f}", "4 seeds")
+    assert verdicts["induction: fox, kerple_log"][0] == "fails"
+
+
+def test_a_model_with_windows_of_its_own_has_no_effective_length(atlas):
+    assert atlas.effective_cell("rnope_swa") == ""
+    assert atlas.effective_cell("rotary") == "none shown above 128"
+    assert atlas.effective_cell("none") == "none shown above 128¹"

@@ -50,7 +50,7 @@ def test_an_entry_is_trained_placed_and_checked(sweep, entry, forks, tmp_path):
     assert done.returncode == 0, done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("mine "))
     assert "±" in line  # two seeds
-    assert "mine is higher at 32 L than alibi" in done.stdout
+    assert "induction: mine, alibi" in done.stdout
 
     results = (folder / "results.jsonl").read_text()
     rows = [json.loads(row) for row in results.splitlines()]
