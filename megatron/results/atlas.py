@@ -6,7 +6,7 @@ docs/atlas.md explains the score.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -57,7 +57,7 @@ class Standings(NamedTuple):
     @property
     def names(self) -> list[str]:
         """The encodings, the best score first, and then those with most parts."""
-        means = self.values.groupby("name").mean()
+        means: Any = self.values.groupby("name").mean()
         means["parts"] = means[PARTS].count(axis=1)
         means["mean"] = means[PARTS].mean(axis=1)
         order = means.sort_values([SCORE, "parts", "mean"], ascending=False)
@@ -100,7 +100,7 @@ def standings(rows: Sequence[Row]) -> Standings:
     A length that a model cannot read counts as 0. If a seed was measured on two versions of the
     text, the one with more seeds counts.
     """
-    frame = pd.DataFrame(rows)
+    frame: Any = pd.DataFrame(rows)
     frame["name"] = [encoding_of(row) for row in rows]
     is_text = frame["protocol"] != TASK
     frame["part"] = frame["corpus"].str.removeprefix("task:").mask(is_text, TEXT)
@@ -147,7 +147,7 @@ def decided(name: str, rivals: Iterable[str], rows: Sequence[Row]) -> Table:
 
 
 def _better(name: str, rival: str, part: str) -> Claim:
-    sides = {"a": f"encoding {name}", "b": f"encoding {rival}", "at": f"{FAR} L"}
+    sides: dict[str, Any] = {"a": f"encoding {name}", "b": f"encoding {rival}", "at": f"{FAR} L"}
     if part == TEXT:
         return Claim(**sides, lower_by=0, protocol="tail")
     return Claim(**sides, higher_by=0, quantity="token_accuracy", both=part)
