@@ -1,6 +1,5 @@
 """The language model, built from a configuration."""
 
-# ruff: noqa: F401
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +17,17 @@ from megatron.positions.layers import (
 
 if TYPE_CHECKING:  # a model is built without the packages that read a configuration
     from megatron.config import Config
+
+__all__ = [
+    "GPT",
+    "Architecture",
+    "AttentionSettings",
+    "Cache",
+    "from_config",
+    "options_of_entry",
+    "padded_vocab",
+    "positions_from_config",
+]
 
 
 def from_config(config: "Config", vocab: int, end_of_document: int | None = None) -> GPT:

@@ -1,6 +1,5 @@
 """Positional encodings: one small file per family; every file in this folder is imported here."""
 
-# ruff: noqa: F401
 import importlib
 import pkgutil
 
@@ -24,3 +23,25 @@ from megatron.positions.registry import (
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
+
+__all__ = [
+    "ALIASES",
+    "FILES",
+    "LARGEST_USER_FILE",
+    "REGISTRY",
+    "DistanceBias",
+    "Mixture",
+    "Position",
+    "Shape",
+    "at_least_float32",
+    "build",
+    "encodings",
+    "fingerprint",
+    "load_file",
+    "options_of",
+    "positive",
+    "register",
+    "syntax_fingerprint",
+    "within",
+    "without_autocast",
+]
