@@ -9,7 +9,8 @@ from megatron.attention.terms import Terms
 from tests.count_operations import NO_LAUNCH
 
 BATCH, HEADS, KEY_HEADS, LENGTH, HEAD_DIM = 2, 8, 2, 48, 16
-BIAS = -torch.arange(LENGTH).float() * torch.rand(HEADS, 1)
+SLOPES = torch.linspace(0.1, 1, HEADS)[:, None]
+BIAS = -torch.arange(LENGTH).float() * SLOPES
 
 
 class LargeKeys(TorchDispatchMode):
