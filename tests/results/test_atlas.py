@@ -1,6 +1,7 @@
 """The atlas: scores from the committed rows, and those of an encoding on another text."""
 
 import json
+import math
 import statistics
 
 import pytest
@@ -100,6 +101,23 @@ def test_an_entry_must_win_by_p_below_a_hundredth():
     word, _, shown, needed = verdicts["flip_flop: fox, kerple_log"]
     assert (word, shown, needed) == ("undecided", f"{p:.3f}", "4 seeds")
     assert verdicts["induction: fox, kerple_log"][0] == "fails"
+
+
+def test_the_entry_of_the_page_beats_alibi_on_text():
+    text, *_ = decided("dynamic_position_bias", ["alibi"], atlas_rows()).body
+    ours = lines("atlas/entries/dynamic_position_bias.jsonl", "atlas/text.jsonl")
+    far = {
+        (row["pos_emb"], row["seed"]): row["loss"]
+        for row in ours
+        if row["protocol"] == "tail" and row["length"] == 4096 and not row.get("window")
+    }
+    losses = [far["dynamic_position_bias", s] - far["alibi", s] for s in (1235, 1236, 1237)]
+    percent = 100 * (math.exp(statistics.mean(losses)) - 1)
+    assert text[2].startswith(f"{percent:.1f} % [")
+    assert text[1] == "holds"
+    assert text[3] == f"{ttest_1samp(losses, 0).pvalue:.3f}" == "0.003"
+    page = (ROOT / "docs" / "atlas.md").read_text(encoding="utf-8")
+    assert f"is {-percent:.1f} % below ALiBi's at 32 L (p 0.003, three seeds)" in page
 
 
 def test_a_model_with_windows_of_its_own_has_no_effective_length(atlas):
