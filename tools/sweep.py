@@ -25,6 +25,7 @@ from megatron.errors import UserError, visible
 from megatron.evaluation.options import number
 from megatron.results.atlas import REFERENCE, atlas_rows, decided, standings
 from megatron.results.files import read_rows
+from megatron.results.row import identity
 from megatron.splits import TASK_PREFIX
 from megatron.sweeps.cells import (
     State,
@@ -36,8 +37,10 @@ from megatron.sweeps.cells import (
 )
 from megatron.sweeps.cost import DEVICES, UTILISATION, cost, hours
 from megatron.sweeps.engines import LAUNCHERS, run_on
-from megatron.sweeps.entries import faults_of_entry
 from megatron.sweeps.runner import Runner, places_of
+
+# Rows that are equal in these scored the same text.
+PLACE = ("corpus", "part", "split", "protocol", "length", "windows")
 
 
 @guarded
@@ -134,11 +137,28 @@ def place_of_entry(name: str, results: Path) -> str:
 
 
 def check(sweep: Sweep, entry: Path | None) -> int:
-    """Check the rows beside an entry, in ENTRY.jsonl."""
+    """Check the rows beside an entry, in ENTRY.jsonl: their cells, lengths and texts."""
     if entry is None:
         raise UserError("check: needs --entry FILE, with its rows in FILE's name .jsonl")
     rows = read_rows([entry.with_suffix(".jsonl")])
-    faults = faults_of_entry(sweep, rows, atlas_rows())
+    faults = []
+    for cell in sweep.cells:
+        lengths = cell.config.evaluation.eval_lengths
+        expected: collections.Counter[int] = collections.Counter()
+        for call in cell.evaluations:
+            expected.update(call.options.get("lengths", lengths))
+        ours = [row for row in rows if row["config_hash"] == cell.config.hash]
+        if collections.Counter(row["length"] for row in ours) != expected:
+            faults.append(
+                f"{cell.name}: {len(ours)} rows of configuration {cell.config.hash}, not"
+                f" {expected.total()} - run the sweep with this entry"
+            )
+    texts = {identity(row, PLACE): row.get("text") for row in atlas_rows()}
+    for row in rows:
+        place = identity(row, PLACE)
+        if row.get("text") != texts.get(place, row.get("text")):
+            words = ", ".join(map(str, place))
+            faults.append(f"{words}: another text - prepare the data by `make results PART=atlas`")
     if faults:
         raise UserError("\n".join([f"{entry} is no entry yet:", *faults]))
     print(f"{entry}: {len(rows)} rows of {len(sweep.cells)} cells follow the rules")

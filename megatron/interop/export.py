@@ -31,8 +31,9 @@ from megatron.interop.huggingface import compare_logits
 from megatron.interop.open import PIECES, PREFIX
 from megatron.model import GPT, Architecture, AttentionSettings, options_of_entry
 from megatron.positions.layers import entries_of
-from megatron.results.effective_length import EffectiveLength, effective_lengths
+from megatron.results.effective_length import effective_lengths
 from megatron.results.files import existing_results
+from megatron.results.row import SETTING, grouped, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ def export(run: str | Path, folder: str | Path, *, step: int | None = None) -> E
             settings = {**form.settings, **ends, "dtype": "float32"}
             texts = {
                 **form.sources,
-                CARD: card(form, folder.name, config, record, notes, gain(trained.path, record)),
+                CARD: card(form, folder.name, config, record, notes, gain_of(trained.path, record)),
                 "config.json": json.dumps(settings, indent=2) + "\n",
                 "generation_config.json": json.dumps(ends, indent=2) + "\n",
             }
@@ -261,14 +262,22 @@ def transformers_tokenizer(tokenizer: Subwords, record: Mapping[str, Any]) -> An
     )
 
 
-def gain(checkpoint: Path, record: Mapping[str, Any]) -> EffectiveLength | None:
-    """The effective length by the rows beside a checkpoint, or None."""
+def gain_of(checkpoint: Path, record: Mapping[str, Any]) -> str:
+    """The effective lengths by the rows beside a checkpoint, with their texts."""
+    ours = (record["config_hash"], record["step"])
     rows = []
     for path in sorted(checkpoint.parent.glob("evaluation/*.jsonl")):
-        for row in existing_results(path):
-            if (row["config_hash"], row["step"]) == (record["config_hash"], record["step"]):
-                rows.append(row)
-    return next(iter(effective_lengths(rows).values()), None)
+        try:
+            measured = existing_results(path)
+        except UserError as fault:  # the model can be exported without it
+            logger.warning("%s", fault)
+            continue
+        rows += [row for row in measured if (row["config_hash"], row["step"]) == ours]
+    gains = []
+    for of_text in grouped(rows, SETTING):
+        for effective in effective_lengths(of_text).values():
+            gains.append(f"{effective} ({text_of(of_text[0])})")
+    return "; ".join(gains)
 
 
 def card(
@@ -277,11 +286,12 @@ def card(
     config: Config,
     record: Mapping[str, Any],
     notes: list[str],
-    effective: EffectiveLength | None,
+    effective: str,
 ) -> str:
     """The text of README.md, without the folders of this machine.
 
-    name: of the folder; record: checkpoint.json; notes: sentences for the reader
+    name: of the folder; record: checkpoint.json; notes: sentences for the reader; effective: as
+        `gain_of` gives it
     """
     stages = config.training.seq_length_schedule
     lengths = [stage.seq_length or config.model.seq_length for stage in stages]

@@ -518,10 +518,8 @@ def spelled_out(name: str, options: Mapping[str, Any]) -> tuple[str, dict[str, A
     frequencies = spelled["frequencies"]
     if frequencies is not None and spelled["scaling"] == "none" and all(frequencies):
         # Longrope says the same by divisors, and transformers has it.
-        usual = inverse_frequencies(2 * len(frequencies), spelled["base"]).tolist()
-        divisors = [
-            usual_one / chosen for usual_one, chosen in zip(usual, frequencies, strict=True)
-        ]
+        usual = inverse_frequencies(2 * len(frequencies), spelled["base"])
+        divisors = (usual / torch.tensor(frequencies, dtype=torch.float64)).tolist()
         factors = {"short_factor": divisors, "long_factor": divisors, "factor": 1.0}
         rest = {key: value for key, value in options.items() if key != "frequencies"}
         return spelled_out(name, {**rest, "scaling": "longrope", **factors})

@@ -107,6 +107,7 @@ def standings(rows: Sequence[Row]) -> Standings:
     right = 100 * frame["token_accuracy"].fillna(0)
     frame["number"] = frame["perplexity"].fillna(math.inf).where(is_text, right)
 
+    # The ratio to the reference of the same seed and targets, at the longest length.
     times = frame["length"] / frame["train_length"]
     is_limited = frame["window"] == "train_length"
     place = pd.MultiIndex.from_frame(frame[["seed", "text"]])
@@ -115,11 +116,13 @@ def standings(rows: Sequence[Row]) -> Standings:
     ratio = 100 * reference.reindex(place).to_numpy() / frame["number"]
     frame["value"] = ratio.where(times == FAR).where(is_text, right.where(times > 1))
 
+    # Of a seed that was measured on two versions of the text, drop that with fewer seeds.
     frame["seeds"] = frame.groupby(["name", "part", "split"])["seed"].transform("nunique")
     same = ["name", "part", "seed", "length", "window"]
     counted = frame.sort_values("seeds", kind="stable").drop_duplicates(same, keep="last")
     effective = effective_lengths([rows[index] for index in sorted(counted.index)])
     counted = counted[counted["window"] != "train_length"]
+    # Of a task, the mean over its lengths.
     values = counted.pivot_table(index=["name", "seed"], columns="part", values="value")
     values = values.reindex(columns=PARTS)
     values[SCORE] = values.mean(axis=1, skipna=False)
@@ -133,9 +136,13 @@ def decided(name: str, rivals: Iterable[str], rows: Sequence[Row]) -> Table:
     body = []
     for rival in rivals:
         for part in PARTS:
-            claim = _better(name, rival, part)
-            for verdict in judged([claim], rows, SURE):
-                _, _, *line, _, needed = table_of([verdict], "", SURE).body[0]
+            claim = {"a": f"encoding {name}", "b": f"encoding {rival}", "at": f"{FAR} L"}
+            if part == TEXT:
+                claim |= {"lower_by": 0, "protocol": "tail"}
+            else:
+                claim |= {"higher_by": 0, "quantity": "token_accuracy", "both": part}
+            for verdict in judged([Claim.model_validate(claim)], rows, SURE):
+                _, _, *line, _, needed = table_of([verdict], "").body[0]
                 body.append([f"{part}: {name}, {rival}", *line, needed])
     notes = [
         f"at {FAR} L, paired by seed; holds: better, fails: worse, if p of the line < {SURE:g}",
@@ -144,10 +151,3 @@ def decided(name: str, rivals: Iterable[str], rows: Sequence[Row]) -> Table:
     ]
     head = ["is the first better?", "verdict", "effect [95 %]", "p", "would decide"]
     return Table(head, body, notes)
-
-
-def _better(name: str, rival: str, part: str) -> Claim:
-    sides: dict[str, Any] = {"a": f"encoding {name}", "b": f"encoding {rival}", "at": f"{FAR} L"}
-    if part == TEXT:
-        return Claim(**sides, lower_by=0, protocol="tail")
-    return Claim(**sides, higher_by=0, quantity="token_accuracy", both=part)

@@ -338,8 +338,8 @@ def _measured(quantity: str, row: Row) -> Row:
 # --- Tables ---
 
 
-def table_of(verdicts: Sequence[Verdict], source: str, alpha: float = ALPHA) -> Table:
-    """One line per claim and setting, with the notes that explain it; alpha: as in `judged`."""
+def table_of(verdicts: Sequence[Verdict], source: str) -> Table:
+    """One line per claim and setting, with the notes that explain it."""
     examples = [verdict.rows[0] for verdict in verdicts if verdict.rows]
     names = [f"{text_of(row)}: {row.get('protocol')}" for row in examples]
     settings = iter(labels_of(examples, GROUP, names))
@@ -370,7 +370,7 @@ def table_of(verdicts: Sequence[Verdict], source: str, alpha: float = ALPHA) -> 
         line += [f"{estimate.n:,} {unit}", verdict.needed]
     tests = sum(verdict.difference is not None for verdict in verdicts)
     notes += [
-        f"p: two-sided{corrected_for(tests)}; a claim is decided if p is below {alpha:g}",
+        f"p: two-sided{corrected_for(tests)}; a claim is decided if p is below {ALPHA:g}",
         "effect: first side minus second, at the length that decides; the interval is not"
         " corrected",
         "would decide: the sample that decides with a power of 80 %, if the effect is as seen",

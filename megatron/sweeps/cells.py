@@ -218,8 +218,10 @@ def with_entry(form: SweepFile, path: Path) -> SweepFile:
     if unwanted:
         raise UserError(
             f"--entry: {path}: has {', '.join(unwanted)} - an entry is one encoding: a Python file"
-            " that registers it or in YAML with keys that begin with pos_emb"
+            " that registers it, or YAML with keys that begin with pos_emb"
         )
+    if path.stem in form.grid["pos_emb"] and path.resolve().parent != ROOT / "configs" / "pos_emb":
+        raise UserError(f"--entry: {path.stem} is an encoding of this sweep - rename {path}")
     grid = {**form.grid, **form.entry, "pos_emb": {path.stem: settings}}
     return form.model_copy(update={"grid": grid, "exclude": []})
 

@@ -349,6 +349,14 @@ def test_a_bare_sentencepiece_model_begins_texts_as_llama(tokenizers, tmp_path):
     assert facts_of_texts(tmp_path, files, build_tokenizer(*files)) == {}
 
 
+def test_a_damaged_file_of_results_keeps_no_model_from_export(tmp_path, caplog):
+    folder = tmp_path / "evaluation"
+    folder.mkdir()
+    (folder / "torn.jsonl").write_text('{"pos_emb": ')
+    assert exporting.gain_of(tmp_path / "global_step5", {"config_hash": "ab", "step": 5}) == ""
+    assert "torn.jsonl, line 1" in caplog.text
+
+
 def test_the_commands_of_the_guide_run_and_write_a_card(tmp_path, monkeypatch):
     guide = (ROOT / "docs" / "exporting.md").read_text(encoding="utf-8")
     [command] = re.findall(r"```bash\npython (.*)\n```", guide)
@@ -384,7 +392,7 @@ def test_the_commands_of_the_guide_run_and_write_a_card(tmp_path, monkeypatch):
         "| stages: tokens of a window, last step | [[32, 2], [16, 9]] |",
         "| origin | tiny (gpt-neox) |",
         "| effective length (tail, against a window of the training length, these weights)"
-        f" | {4 * TRAINED} or more |",
+        f" | {4 * TRAINED} or more (stdlib valid) |",
         "| parent | rotary step 7, config aa11, weights bb22 |",
         note,
     ):

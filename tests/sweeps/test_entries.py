@@ -72,8 +72,8 @@ def test_an_entry_is_trained_placed_and_checked(sweep, entry, forks, tmp_path):
 
 
 def test_rows_of_another_text_are_named(tmp_path, forks):
-    """The committed rows of an encoding that the atlas has, as if it were an entry."""
-    entry = tmp_path / "fire.yml"
+    """Committed rows of rotary, as if they were those of an entry."""
+    entry = tmp_path / "mine.yml"
     entry.write_text("pos_emb: rotary\n")
     rows = (ROOT / "docs/results/tasks/needle.jsonl").read_text().splitlines()
     row = json.loads(next(row for row in rows if '"pos_emb": "rotary"' in row))
@@ -96,6 +96,14 @@ def test_yaml_takes_the_keys_of_an_encoding_only(sweep, tmp_path):
     entry.write_text("pos_emb: rotary\nhidden_size: 64\n")
     with pytest.raises(UserError, match=r"slow\.yml: has hidden_size - an entry is one encoding"):
         load_sweep(sweep, entry=entry)
+
+
+def test_an_entry_has_a_name_of_its_own(sweep, tmp_path):
+    entry = tmp_path / "rotary.yml"
+    entry.write_text("pos_emb: rotary\npos_emb_args: {base: 500000}\n")
+    with pytest.raises(UserError, match="--entry: rotary is an encoding of this sweep - rename"):
+        load_sweep(sweep, entry=entry)
+    assert load_sweep(sweep, entry=ROOT / "configs/pos_emb/rotary.yml").cells  # more seeds of ours
 
 
 def test_a_sweep_without_seeds_for_entries_takes_none(sweep, entry):
