@@ -7,6 +7,7 @@ import pytest
 
 from megatron.report.catalogue import ATLAS, COSTS, atlas, polyline
 from megatron.results.atlas import PARTS, atlas_rows, standings
+from tests.support import call
 
 
 @pytest.fixture(scope="module")
@@ -42,3 +43,18 @@ def test_both_have_a_line_with_every_number_of_an_encoding(texts):
 def test_a_curve_has_its_lengths_in_doublings():
     assert polyline({32: 100, 64: 50, 256: 0}, "recall") == "0,0.0 16,10.0 48,20.0"
     assert polyline({128: 10, 512: 200, 1024: 5000}, "text") == "0,20.0 32,0.0 48,0.0"
+
+
+def test_the_commands_of_the_page_run(capsys, own_registry):
+    text = ATLAS[".md"].read_text(encoding="utf-8")
+    (check,) = re.findall(r"^python (tools/sweep\.py check .*)$", text, re.MULTILINE)
+    done = call(*check.split())
+    assert done.stdout.endswith(": 90 rows of 15 cells follow the rules\n"), done.stderr
+    (run,) = re.findall(r"^python (tools/sweep\.py run .*)$", text, re.MULTILINE)
+    plan = call(*run.split(), "--dry-run").stdout
+    assert "atlas: 15 cells" in plan
+    (folder,) = re.findall(r"^cp (runs/sweeps/[^/]*)/results\.jsonl ", text, re.MULTILINE)
+    assert f"runs in {folder}\n" in plan
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(code, {})
+    assert r"mep\_free & 92 $\pm$ 1 & 99" in capsys.readouterr().out
