@@ -356,7 +356,7 @@ def table_of(verdicts: Sequence[Verdict], source: str) -> Table:
             notes.append(f"no rows: {claim.text}: {verdict.reason}")
             continue
         estimate, unit = difference.estimate, difference.unit
-        numbers = np.array([estimate.mean, *(estimate.interval() or ())])
+        numbers = np.array([estimate.mean, *estimate.interval()])
         mean, *bounds = [f"{100 * number:+.1f}" for number in numbers]
         if claim.quantity == "perplexity":
             mean, *bounds = [f"{number:+.3g}" for number in 100 * np.expm1(numbers)]
