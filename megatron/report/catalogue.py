@@ -66,7 +66,8 @@ def page() -> str:
 def family_page(family: str) -> str:
     """The page of a family, with everything about each of its encodings."""
     return PAPER.sub(
-        r"[arXiv \2](https://arxiv.org/abs/\2)", rendered("family.jinja", family=family)
+        r"[arXiv \2](https://arxiv.org/abs/\2)",
+        rendered("family.jinja", family=family, aliases=ALIASES),
     )
 
 
@@ -90,15 +91,12 @@ def atlas() -> dict[str, str]:
     return {ending: rendered(f"atlas{ending}.jinja", **values) for ending in ATLAS}
 
 
-def works_with(position: Position) -> list[str]:
-    """Which of FlexAttention ("flex") and ranks that share a text ("ranks") can have it."""
-    answers = []
-    if not (position.has("on_scores") or position.has("block_scores") or position.score_rank > 1):
-        answers.append("flex")
+def shares_texts(position: Position) -> bool:
+    """Whether ranks can share a text."""
     with suppress(UserError):
         position.check_parts()
-        answers.append("ranks")
-    return answers
+        return True
+    return False
 
 
 def rendered(template: str, **values: object) -> str:
@@ -142,18 +140,6 @@ def text_of(name: str) -> str:
 def learned(position: Position) -> str:
     """How many numbers an encoding learns."""
     return f"{sum(parameter.numel() for parameter in position.parameters()):,}"
-
-
-def facts_of(name: str) -> list[str]:
-    """The file of an encoding, its paper, its cost and its other names; empty where it has none."""
-    facts = [f"`megatron/positions/{file_of(name)}.py`", source(name)]
-    if position := example(name):
-        facts.append(
-            f"{learned(position)} learned numbers{' per layer' if position.per_layer else ''}"
-        )
-    if aliases := [f"`{alias}`" for alias, target in ALIASES.items() if target == name]:
-        facts.append(f"also called {', '.join(aliases)}")
-    return facts
 
 
 def meanings_of_options(name: str) -> dict[str, str]:
