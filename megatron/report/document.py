@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron.cli_errors import command_parser, purpose
-from megatron.config.document import README, readme
+from megatron.config import legacy
+from megatron.config.schema import SECTIONS, all_keys, default_of
 from megatron.errors import UserError
 from megatron.files import ROOT, write_text
 from megatron.report.catalogue import rendered, renew
 from megatron.strict_yaml import parse
 
+README = ROOT / "configs" / "README.md"
 PAGES = ROOT / "docs" / "commands"
 IN_CLONE = ("megatron", "tools", "configs", "docs", "README.md", "LICENSE")
 SHOWN = 20  # lines of one command's output; more are left out in the middle
@@ -24,6 +26,12 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 
 Runner = Callable[[Sequence[str], Path], tuple[int, str]]
 """Runs words of a Python command in a folder: status, and what it printed."""
+
+
+def readme() -> str:
+    """The text of configs/README.md: each key with its default, first sentence and choices."""
+    values = {"sections": SECTIONS, "keys": all_keys(), "default_of": default_of}
+    return rendered("configuration.jinja", legacy=legacy, **values)
 
 
 def session() -> list[dict[str, Any]]:
