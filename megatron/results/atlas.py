@@ -28,7 +28,6 @@ REFERENCE = "alibi"
 FAR = 32  # the longest length is this many times the training length
 SURE = 0.01  # an entry is called better if p is below this
 ONE_SEED = "¹"
-BETTER = {TEXT: {"protocol": "tail", "lower_by": 0}}
 NOTES = (
     "score: mean of the five parts, for the seeds with all of them; ± standard deviation",
     "text: perplexity of alibi at 32 L in % of this one's; L: training length",
@@ -132,9 +131,12 @@ def decided(name: str, rivals: Iterable[str], rows: Sequence[Row]) -> Table:
     body = []
     for rival in rivals:
         for part in PARTS:
-            claim = {"a": f"encoding {name}", "b": f"encoding {rival}", "at": f"{FAR} L"}
-            claim |= BETTER.get(part, {"both": part, "higher_by": 0, "quantity": "token_accuracy"})
-            for verdict in judged([Claim.model_validate(claim)], rows, SURE):
+            sides = {"a": f"encoding {name}", "b": f"encoding {rival}", "at": f"{FAR} L"}
+            better = {"both": part, "quantity": "token_accuracy", "higher_by": 0}
+            if part == TEXT:
+                better = {"protocol": "tail", "lower_by": 0}
+            claim = Claim.model_validate(sides | better)
+            for verdict in judged([claim], rows, SURE):
                 _, _, *line, _, needed = table_of([verdict], "").body[0]
                 body.append([f"{part}: {name}, {rival}", *line, needed])
     head = ["is the first better?", "verdict", "effect [95 %]", "p", "would decide"]

@@ -69,8 +69,8 @@ def effective_lengths(rows: Sequence[Row]) -> dict[str, EffectiveLength]:
     return lengths
 
 
-def table_of_effective_lengths(rows: Sequence[Row]) -> Table | None:
-    """A line for each kind, or None if no rows have such a window."""
+def tables_of_effective_lengths(rows: Sequence[Row]) -> list[Table]:
+    """A table with a line for each kind; none if no rows have such a window."""
     body = []
     for label, effective in effective_lengths(rows).items():
         length = effective.length or min(effective.differences)
@@ -80,4 +80,4 @@ def table_of_effective_lengths(rows: Sequence[Row]) -> Table | None:
         gain = f"{estimate.mean:+.4f} {bounds} at {length}"
         body.append([label, effective.text, gain, f"{estimate.n} {difference.unit}"])
     head = ["encoding", "effective length", "loss - window [95 %]", "sample"]
-    return Table(head, body, [NOTE], title="effective length") if body else None
+    return [Table(head, body, [NOTE], title="effective length")] if body else []

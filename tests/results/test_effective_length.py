@@ -3,7 +3,7 @@
 import pytest
 from scipy.stats import ttest_1samp
 
-from megatron.results.effective_length import effective_lengths, table_of_effective_lengths
+from megatron.results.effective_length import effective_lengths, tables_of_effective_lengths
 from megatron.results.files import read_rows
 from tests.results.rows import rows
 from tests.support import ROOT
@@ -45,7 +45,7 @@ def test_an_interval_with_zero_is_no_gain():
 
 def test_without_a_window_it_is_undefined():
     assert effective_lengths(rows("rotary", {512: 9.0}, protocol="tail")) == {}
-    assert table_of_effective_lengths(rows("rotary", {512: 9.0}, protocol="tail")) is None
+    assert tables_of_effective_lengths(rows("rotary", {512: 9.0}, protocol="tail")) == []
     assert effective_lengths(rows("rotary", {512: 9.0})) == {}
 
 
