@@ -46,11 +46,11 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"--output: {output} is no .md and no .tex - name it so")
     source, claims = read_claims(options.claims) if options.claims else ("", [])
     rows = read_rows(options.results)
-    of_file = []  # what only the file shows
+    appendix = []  # what only the file shows
     if claims:
         verdicts = judged(claims, rows)
         written = table_of(verdicts, source).written
-        of_file = [table_of_origins(verdicts)]
+        appendix = [table_of_origins(verdicts)]
     elif any(row.get("protocol") == TASK for row in rows):
         raise UserError(
             "compare.py: rows of tasks have accuracies, and losses are compared here - leave their"
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     if output:
         form = "latex" if output.suffix == ".tex" else "markdown"
         mark = MARKS[form]
-        parts = [mark, written(form), *(table.written(form) for table in of_file)]
+        parts = [mark, written(form), *(table.written(form) for table in appendix)]
         write_output(output, ("\n\n".join(parts) + "\n").encode(), mark.encode())
     print(written("text"))
     return 0

@@ -53,8 +53,8 @@ def main(argv: list[str] | None = None) -> int:
     only = "AXIS=VALUE[,VALUE]"
     add("--only", nargs="+", default=[], metavar=only, help="run only some cells of the grid")
     skip = "skip the cells that have rows in these files"
-    of_user = "your encoding in place of the sweep's: Python that registers it, or YAML"
-    add("--entry", type=Path, metavar="FILE", help=of_user)
+    entries = "your encoding in place of the sweep's: Python that registers it, or YAML"
+    add("--entry", type=Path, metavar="FILE", help=entries)
     add("--skip", type=Path, nargs="+", default=[], metavar="FILE", help=skip)
     add("--dry-run", action="store_true", help="show the plan and its cost, and run nothing")
     jobs = "runs at a time; default: one per GPU, or one"

@@ -89,8 +89,9 @@ def standings(rows: Sequence[Row]) -> Standings:
     # Of text, the ratio to the reference of the same seed and targets.
     reference = frame.query("name == @REFERENCE and window != 'train_length'")
     frame["reference"] = reference["number"]  # nan in other rows
-    of_same = frame.groupby(["seed", "text", "length"])["reference"].transform("first")
-    frame["value"] = (100 * of_same / frame["number"]).where(is_text, right)
+    alike = frame.groupby(["seed", "text", "length"])
+    ratio = 100 * alike["reference"].transform("first") / frame["number"]
+    frame["value"] = ratio.where(is_text, right)
 
     # Of a seed that was measured on two versions of the text, drop that with fewer seeds.
     frame["seeds"] = frame.groupby(["name", "part", "split"])["seed"].transform("nunique")
