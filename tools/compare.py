@@ -22,7 +22,7 @@ from megatron.files import write_output
 from megatron.results.claims import FIELDS, judged, read_claims, table_of, table_of_origins
 from megatron.results.comparison import compared
 from megatron.results.comparison_table import tables
-from megatron.results.effective_length import table_of_effective_lengths
+from megatron.results.effective_length import tables_of_effective_lengths
 from megatron.results.files import read_rows
 from megatron.results.labels import kinds
 from megatron.results.row import TASK
@@ -46,11 +46,11 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"--output: {output} is no .md and no .tex - name it so")
     source, claims = read_claims(options.claims) if options.claims else ("", [])
     rows = read_rows(options.results)
-    origins = None
+    appendix = []  # what only the file shows
     if claims:
         verdicts = judged(claims, rows)
         written = table_of(verdicts, source).written
-        origins = table_of_origins(verdicts)
+        appendix = [table_of_origins(verdicts)]
     elif any(row.get("protocol") == TASK for row in rows):
         raise UserError(
             "compare.py: rows of tasks have accuracies, and losses are compared here - leave their"
@@ -58,16 +58,16 @@ def main(argv: list[str] | None = None) -> int:
         )
     else:
         comparisons = compared(kinds(rows), options.against)
-        effective = table_of_effective_lengths(rows)
+        effective = tables_of_effective_lengths(rows)
 
         def written(form: str) -> str:
-            more = ["", "", effective.written(form)] if effective else []
-            return "\n".join([tables(comparisons, form), *more])
+            more = [table.written(form) for table in effective]
+            return "\n\n\n".join([tables(comparisons, form), *more])
 
     if output:
         form = "latex" if output.suffix == ".tex" else "markdown"
         mark = MARKS[form]
-        parts = [mark, written(form), *([origins.written(form)] if origins else [])]
+        parts = [mark, written(form), *(table.written(form) for table in appendix)]
         write_output(output, ("\n\n".join(parts) + "\n").encode(), mark.encode())
     print(written("text"))
     return 0

@@ -53,8 +53,8 @@ def main(argv: list[str] | None = None) -> int:
     only = "AXIS=VALUE[,VALUE]"
     add("--only", nargs="+", default=[], metavar=only, help="run only some cells of the grid")
     skip = "skip the cells that have rows in these files"
-    entry = "your encoding in place of the sweep's: Python that registers it, or YAML"
-    add("--entry", type=Path, metavar="FILE", help=entry)
+    entries = "your encoding in place of the sweep's: Python that registers it, or YAML"
+    add("--entry", type=Path, metavar="FILE", help=entries)
     add("--skip", type=Path, nargs="+", default=[], metavar="FILE", help=skip)
     add("--dry-run", action="store_true", help="show the plan and its cost, and run nothing")
     jobs = "runs at a time; default: one per GPU, or one"
@@ -70,13 +70,13 @@ def main(argv: list[str] | None = None) -> int:
     resources_of_job = read_overrides(options.launcher_args, faults.append)
     if faults or (options.launcher == "local" and resources_of_job):
         raise UserError("--launcher-args: needs KEY=VALUE, and --launcher ray or slurm")
-    of_sweep = (options.file, options.folder)
+    file, folder, entry = options.file, options.folder, options.entry
     if options.what == "collect":
-        print(collected(*of_sweep, options.entry))
+        print(collected(file, folder, entry))
         return 0
-    sweep = load_sweep(*of_sweep, options.only, options.entry)
+    sweep = load_sweep(file, folder, options.only, entry)
     if options.what == "check":
-        return check(sweep, options.entry)
+        return check(sweep, entry)
     measured = {row["config_hash"] for row in read_rows(options.skip)}
     cells = tuple(cell for cell in sweep.cells if cell.config.hash not in measured)
     if not cells:
@@ -99,9 +99,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.launcher == "local":
         runner.run(sweep.cells, places_of(options.jobs))
     else:
-        only, jobs = options.only, options.jobs
-        run_on(options.launcher, resources_of_job, runner, sweep, only, jobs, options.entry)
-    print(collected(*of_sweep, options.entry))
+        run_on(options.launcher, resources_of_job, runner, sweep, options.jobs)
+    print(collected(file, folder, entry))
     states = [(cell, state_of(cell)) for cell in sweep.cells]
     missing = [
         f"{cell.name}: {described(cell, state)}" for cell, state in states if state.kind != "done"
@@ -111,8 +110,8 @@ def main(argv: list[str] | None = None) -> int:
         print("\n  ".join([title, *missing]), file=sys.stderr)
     if runner.stopping:
         return 130
-    if options.entry and sweep.results.exists():
-        print(place_of_entry(options.entry.stem, sweep.results))
+    if entry and sweep.results.exists():
+        print(place_of_entry(entry.stem, sweep.results))
     return int(bool(missing))
 
 
@@ -121,7 +120,7 @@ def say(text: str) -> None:
     print(f"{visible(text)}\n", end="", flush=True)
 
 
-def collected(file: str, folder: Path | None, entry: Path | None = None) -> str:
+def collected(file: str, folder: Path | None, entry: Path | None) -> str:
     """Write the rows of all cells, because those outside --only must be kept."""
     whole = load_sweep(file, folder, entry=entry)
     return f"{len(collect(whole))} rows in {whole.results}"
@@ -131,7 +130,7 @@ def place_of_entry(name: str, results: Path) -> str:
     """Where an entry stands in the atlas, and what its rows decide against the best and ALiBi."""
     rows = atlas_rows([results])
     standing = standings(rows)
-    best, *_ = (other for other in standing.names if other != name)
+    best = standing.cells.index.drop(name)[0]
     verdicts = decided(name, dict.fromkeys([best, REFERENCE]), rows)
     return f"{standing.table().text()}\n\n{verdicts.text()}"
 
@@ -143,20 +142,19 @@ def check(sweep: Sweep, entry: Path | None) -> int:
     rows = read_rows([entry.with_suffix(".jsonl")])
     faults = []
     for cell in sweep.cells:
-        lengths = cell.config.evaluation.eval_lengths
-        expected: collections.Counter[int] = collections.Counter()
+        expected = []
         for call in cell.evaluations:
-            expected.update(call.options.get("lengths", lengths))
-        ours = [row for row in rows if row["config_hash"] == cell.config.hash]
-        if collections.Counter(row["length"] for row in ours) != expected:
+            expected += call.options.get("lengths", cell.config.evaluation.eval_lengths)
+        lengths = [row["length"] for row in rows if row["config_hash"] == cell.config.hash]
+        if sorted(lengths) != sorted(expected):
             faults.append(
-                f"{cell.name}: {len(ours)} rows of configuration {cell.config.hash}, not"
-                f" {expected.total()} - run the sweep with this entry"
+                f"{cell.name}: {len(lengths)} rows of configuration {cell.config.hash}, not"
+                f" {len(expected)} - run the sweep with this entry"
             )
     texts = {identity(row, PLACE): row.get("text") for row in atlas_rows()}
     for row in rows:
-        place = identity(row, PLACE)
-        if row.get("text") != texts.get(place, row.get("text")):
+        place, text = identity(row, PLACE), row.get("text")
+        if texts.get(place, text) != text:
             words = ", ".join(map(str, place))
             faults.append(f"{words}: another text - prepare the data by `make results PART=atlas`")
     if faults:

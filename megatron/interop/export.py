@@ -33,7 +33,7 @@ from megatron.model import GPT, Architecture, AttentionSettings, options_of_entr
 from megatron.positions.layers import entries_of
 from megatron.results.effective_length import effective_lengths
 from megatron.results.files import existing_results
-from megatron.results.row import SETTING, grouped, text_of
+from megatron.results.row import SETTING, agrees, grouped, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -264,19 +264,17 @@ def transformers_tokenizer(tokenizer: Subwords, record: Mapping[str, Any]) -> An
 
 def gain_of(checkpoint: Path, record: Mapping[str, Any]) -> str:
     """The effective lengths by the rows beside a checkpoint, with their texts."""
-    ours = (record["config_hash"], record["step"])
     rows = []
     for path in sorted(checkpoint.parent.glob("evaluation/*.jsonl")):
         try:
-            measured = existing_results(path)
+            rows += existing_results(path)
         except UserError as fault:  # the model can be exported without it
             logger.warning("%s", fault)
-            continue
-        rows += [row for row in measured if (row["config_hash"], row["step"]) == ours]
+    ours = {key: record[key] for key in ("config_hash", "step")}
     gains = []
-    for of_text in grouped(rows, SETTING):
+    for of_text in grouped([row for row in rows if agrees(row, ours)], SETTING):
         for effective in effective_lengths(of_text).values():
-            gains.append(f"{effective} ({text_of(of_text[0])})")
+            gains.append(f"{effective.text} ({text_of(of_text[0])})")
     return "; ".join(gains)
 
 

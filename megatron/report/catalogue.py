@@ -4,15 +4,14 @@ An encoding's docstring begins with a phrase for the table, a colon and the form
 `option: meaning`, explain the options that no class before it explains.
 """
 
-import csv
 import inspect
+import math
 import re
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
-from math import log, log2
 from pathlib import Path
 
+import pandas as pd
 import torch
 from jinja2 import Environment, FileSystemLoader
 
@@ -23,14 +22,13 @@ from megatron.files import ROOT, write_text
 from megatron.positions import ALIASES, REGISTRY, Position, Shape, build, options_of
 from megatron.report.curves import write
 from megatron.report.encoding_figures import Panel, draw, panels
-from megatron.results.atlas import ONE_SEED, PARTS, SCORE, TEXT, atlas_rows, standings
+from megatron.results.atlas import atlas_rows, standings
 from megatron.results.papers import published
 
 PAGE = ROOT / "docs" / "positions.md"
 FOLDER = ROOT / "docs" / "positions"
 ATLAS = {".md": ROOT / "docs" / "atlas.md", ".html": ROOT / "docs" / "atlas_table.html"}
 COSTS = ROOT / "docs" / "performance" / "encodings.csv"
-PERPLEXITIES = 10, 200  # at the edges of a small curve
 SHAPE = Shape(heads=12, head_dim=64, hidden=768, train_length=512)
 LENGTH = 16384
 PAPER = re.compile(r"(arXiv\s+|(?<=\())(\d{4}\.\d{5})\b")
@@ -68,7 +66,8 @@ def page() -> str:
 def family_page(family: str) -> str:
     """The page of a family, with everything about each of its encodings."""
     return PAPER.sub(
-        r"[arXiv \2](https://arxiv.org/abs/\2)", rendered("family.jinja", family=family)
+        r"[arXiv \2](https://arxiv.org/abs/\2)",
+        rendered("family.jinja", family=family, aliases=ALIASES),
     )
 
 
@@ -82,47 +81,22 @@ def configured(name: str) -> Position | None:
 
 def atlas() -> dict[str, str]:
     """The text of the atlas's page in each form, by the file's ending."""
-    with COSTS.open(encoding="utf-8") as file:
-        costs = {line["pos_emb"]: line for line in csv.DictReader(file)}
-    measured = standings(atlas_rows())
+    costs = pd.read_csv(COSTS, index_col="pos_emb", dtype=str, keep_default_na=False)
     values = {
-        "atlas": measured,
-        "complete": measured.values[SCORE].dropna().index.unique("name").size,
-        "costs": costs,
-        "parts": PARTS,
-        "one_seed": ONE_SEED,
+        "atlas": standings(atlas_rows()),
+        "costs": costs.to_dict("index"),
         "published": published,
+        "log": math.log,
     }
     return {ending: rendered(f"atlas{ending}.jinja", **values) for ending in ATLAS}
 
 
-def works_with(position: Position) -> list[str]:
-    """Which of FlexAttention ("flex") and ranks that share a text ("ranks") can have it."""
-    answers = []
-    if not (position.has("on_scores") or position.has("block_scores") or position.score_rank > 1):
-        answers.append("flex")
+def shares_texts(position: Position) -> bool:
+    """Whether ranks can share a text."""
     with suppress(UserError):
         position.check_parts()
-        answers.append("ranks")
-    return answers
-
-
-def short(ratio: str | None) -> str:
-    """A ratio of times with two digits, or nothing."""
-    return f"{float(ratio):.2g}" if ratio else ""
-
-
-def polyline(curve: Mapping[int, float], part: str) -> str:
-    """Points of a curve by length, 16 wide for each doubling and 20 high: % of answers, or a
-    perplexity on a logarithmic axis."""
-    low, high = PERPLEXITIES
-    points = []
-    for length, number in curve.items():
-        share = number / 100
-        if part == TEXT:
-            share = log(min(number, high) / low) / log(high / low)
-        points.append(f"{16 * log2(length / min(curve)):.0f},{20 - 20 * share:.1f}")
-    return " ".join(points)
+        return True
+    return False
 
 
 def rendered(template: str, **values: object) -> str:
@@ -166,18 +140,6 @@ def text_of(name: str) -> str:
 def learned(position: Position) -> str:
     """How many numbers an encoding learns."""
     return f"{sum(parameter.numel() for parameter in position.parameters()):,}"
-
-
-def facts_of(name: str) -> list[str]:
-    """The file of an encoding, its paper, its cost and its other names; empty where it has none."""
-    facts = [f"`megatron/positions/{file_of(name)}.py`", source(name)]
-    if position := example(name):
-        facts.append(
-            f"{learned(position)} learned numbers{' per layer' if position.per_layer else ''}"
-        )
-    if aliases := [f"`{alias}`" for alias, target in ALIASES.items() if target == name]:
-        facts.append(f"also called {', '.join(aliases)}")
-    return facts
 
 
 def meanings_of_options(name: str) -> dict[str, str]:

@@ -11,20 +11,27 @@ from pathlib import Path
 from typing import Any
 
 from megatron.cli_errors import command_parser, purpose
-from megatron.config.document import README, readme
+from megatron.config import legacy
+from megatron.config.schema import SECTIONS, all_keys, default_of
 from megatron.errors import UserError
 from megatron.files import ROOT, write_text
-from megatron.report.catalogue import renew
+from megatron.report.catalogue import rendered, renew
 from megatron.strict_yaml import parse
 
+README = ROOT / "configs" / "README.md"
 PAGES = ROOT / "docs" / "commands"
 IN_CLONE = ("megatron", "tools", "configs", "docs", "README.md", "LICENSE")
 SHOWN = 20  # lines of one command's output; more are left out in the middle
-OPTIONS = "## Options"
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 
 Runner = Callable[[Sequence[str], Path], tuple[int, str]]
 """Runs words of a Python command in a folder: status, and what it printed."""
+
+
+def readme() -> str:
+    """The text of configs/README.md: each key with its default, first sentence and choices."""
+    values = {"sections": SECTIONS, "keys": all_keys(), "default_of": default_of}
+    return rendered("configuration.jinja", legacy=legacy, **values)
 
 
 def session() -> list[dict[str, Any]]:
@@ -41,7 +48,7 @@ def make_clone(folder: Path) -> None:
 
 def text_of(page: dict[str, Any], folder: Path, run: Runner) -> str:
     """The commands of a page with what they print, and the options of its script."""
-    parts = [f"# `{page['script']}`", f"{purpose(ROOT / page['script'])} [More]({page['more']})."]
+    shown = []
     for command in page["run"]:
         status, output = run(shlex.split(command)[1:], folder)
         if status != 0:
@@ -50,16 +57,11 @@ def text_of(page: dict[str, Any], folder: Path, run: Runner) -> str:
         lines = [line.rstrip() for line in output.strip("\n").splitlines()]
         if len(lines) > SHOWN:
             lines[SHOWN // 2 : -SHOWN // 2] = ["…"]
-        parts += [f"```sh\n{command}\n```", "\n".join(["```text", *lines, "```"])]
-    return "\n\n".join([*parts, options_of(page, folder, run)])
-
-
-def options_of(page: dict[str, Any], folder: Path, run: Runner) -> str:
-    """The section of a page that shows the options of its script."""
-    _, output = run([page["script"], "--help"], folder)
-    _, _, options = output.partition("\npositional arguments:")
-    text = f"positional arguments:{options}" if options else output
-    return f"{OPTIONS}\n\n```text\n{text.strip()}\n```\n\n[All commands](README.md)\n"
+        shown.append((command, lines))
+    script = page["script"]
+    _, options = run([script, "--help"], folder)
+    values = {"purpose": purpose(ROOT / script), "shown": shown, "options": options}
+    return rendered("command.jinja", **page, **values)
 
 
 def in_process(words: Sequence[str], folder: Path) -> tuple[int, str]:

@@ -36,7 +36,7 @@ from megatron.results.table import (
     with_bits,
 )
 
-MARK = b'name="generator" content="megatron/report"'  # of page.html
+MARK = b'name="generator" content="megatron/report"'  # of head.jinja
 
 
 class Summary(NamedTuple):

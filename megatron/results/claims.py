@@ -356,7 +356,7 @@ def table_of(verdicts: Sequence[Verdict], source: str) -> Table:
             notes.append(f"no rows: {claim.text}: {verdict.reason}")
             continue
         estimate, unit = difference.estimate, difference.unit
-        numbers = np.array([estimate.mean, *(estimate.interval() or ())])
+        numbers = np.array([estimate.mean, *estimate.interval()])
         mean, *bounds = [f"{100 * number:+.1f}" for number in numbers]
         if claim.quantity == "perplexity":
             mean, *bounds = [f"{number:+.3g}" for number in 100 * np.expm1(numbers)]
@@ -384,8 +384,7 @@ def table_of_origins(verdicts: Sequence[Verdict]) -> Table:
     """The runs and commits of each claim's rows, for the appendix of a paper."""
     body = []
     for verdict in verdicts:
-        runs = [row.get("checkpoint") or row["config_hash"] for row in verdict.rows]
-        commits = [row.get("commit") or "unknown" for row in verdict.rows]
-        names = [", ".join(dict.fromkeys(texts)) for texts in (runs, commits)]
-        body.append([verdict.claim.text, *names])
+        runs = {row.get("checkpoint") or row["config_hash"]: None for row in verdict.rows}
+        commits = {row.get("commit") or "unknown": None for row in verdict.rows}
+        body.append([verdict.claim.text, ", ".join(runs), ", ".join(commits)])
     return Table(("claim", "runs", "commits"), body, title="where the claims come from")

@@ -38,9 +38,9 @@ def _table(pairs: Sequence[Comparison]) -> Table:
             continue
         estimate, by_seed = pair.difference.estimate, pair.difference.by_seed
         line[f"loss - {pair.reference}"] = f"{estimate.mean:+z.4f}"
-        interval = estimate.interval() or ()
-        line["95 %"] = _in_brackets([f"{bound:+z.4f}" for bound in interval])
-        ratios = [_ratio(estimate.mean), _in_brackets(map(_ratio, interval))]
+        interval = estimate.interval()
+        line["95 %"] = in_brackets([f"{bound:+z.4f}" for bound in interval])
+        ratios = [_ratio(estimate.mean), in_brackets(map(_ratio, interval))]
         line["ratio [95 %]"] = " ".join(ratios).strip()
         if pair.p is not None:
             line["p"] = f"{pair.p:.4f}" if pair.p >= 1e-4 else "<0.0001"
@@ -57,7 +57,8 @@ def _table(pairs: Sequence[Comparison]) -> Table:
     return Table(head, body, notes, title=f"length {pairs[0].length}: {pairs[0].setting}")
 
 
-def _in_brackets(bounds: Iterable[str]) -> str:
+def in_brackets(bounds: Iterable[str]) -> str:
+    """The two ends of an interval; nothing without an interval."""
     text = ", ".join(bounds)
     return f"[{text}]" if text else ""
 

@@ -1,48 +1,34 @@
 """Effective length: up to which length a model gains from text beyond its training window."""
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
 from megatron.errors import UserError
 from megatron.results.comparison import Difference, difference_of
+from megatron.results.comparison_table import in_brackets
 from megatron.results.labels import kinds
 from megatron.results.row import RUN, Row, grouped, identity, trained_length, value_of
 from megatron.results.table import Table
 
-MODEL = tuple(key for key in RUN if key not in ("window", "window_layers"))
-HOW = (
-    "the longest length at which `tail` has a lower loss than the same weights limited to a window"
-    " of the training length, on the same targets, with a 95 % interval below 0; each length is"
-    " tested on its own"
+MODEL = tuple(key for key in RUN if key != "window")
+NOTE = (
+    "effective length: the longest length at which `tail` has a lower loss than the same weights"
+    " limited to a window of the training length, on the same targets, with a 95 % interval below"
+    " 0; each length is tested on its own"
 )
 
 
 class EffectiveLength(NamedTuple):
     """What an encoding gains from more context than its training length.
 
+    text: the length in words; length: the longest one with a gain, or None
     differences: by length, loss minus that of the same weights with the window
     """
 
-    train_length: int
+    text: str
+    length: int | None
     differences: Mapping[int, Difference]
-
-    @property
-    def length(self) -> int | None:
-        """The longest length with a gain, or None."""
-        gains = []
-        for length, difference in self.differences.items():
-            _, high = difference.estimate.interval() or (0, 0)
-            if high < 0:
-                gains.append(length)
-        return max(gains, default=None)
-
-    def __str__(self) -> str:
-        if self.length is None:
-            return f"none shown above {self.train_length}"
-        is_longest = self.length == max(self.differences)
-        return f"{self.length} or more" if is_longest else str(self.length)
 
 
 def effective_lengths(rows: Sequence[Row]) -> dict[str, EffectiveLength]:
@@ -59,29 +45,39 @@ def effective_lengths(rows: Sequence[Row]) -> dict[str, EffectiveLength]:
     unlimited = [row for row in tails if value_of(row, "window") == "none"]
     for label, measured in kinds(unlimited).items():
         train_length = trained_length(measured[0]) or 0
-        with_control = [row for row in measured if identity(row, MODEL) in control_of]
+        longer = [
+            row
+            for row in measured
+            if row["length"] > train_length and identity(row, MODEL) in control_of
+        ]
         differences = {}
-        for ours in grouped(with_control, ["length"]):
-            length = ours[0]["length"]
-            if length > train_length:
-                controls = [control_of[identity(row, MODEL)] for row in ours]
-                with suppress(UserError):  # the window was measured on other targets
-                    differences[length] = difference_of(ours, controls)
-        if differences:
-            lengths[label] = EffectiveLength(train_length, differences)
+        for ours in grouped(longer, ["length"]):
+            controls = [control_of[identity(row, MODEL)] for row in ours]
+            with suppress(UserError):  # the window was measured on other targets
+                differences[ours[0]["length"]] = difference_of(ours, controls)
+        if not differences:
+            continue
+        gains = [
+            length
+            for length, difference in differences.items()
+            if max(difference.estimate.interval(), default=0) < 0
+        ]
+        text = f"none shown above {train_length}"
+        if gains:
+            text = f"{max(gains)}{' or more' if max(differences) in gains else ''}"
+        lengths[label] = EffectiveLength(text, max(gains, default=None), differences)
     return lengths
 
 
-def table_of_effective_lengths(rows: Sequence[Row]) -> Table | None:
-    """A line for each kind, or None if no rows have such a window."""
+def tables_of_effective_lengths(rows: Sequence[Row]) -> list[Table]:
+    """A table with a line for each kind; none if no rows have such a window."""
     body = []
     for label, effective in effective_lengths(rows).items():
         length = effective.length or min(effective.differences)
         difference = effective.differences[length]
         estimate = difference.estimate
-        low, high = estimate.interval() or (math.nan, math.nan)
-        gain = f"{estimate.mean:+.4f} [{low:+.4f}, {high:+.4f}] at {length}"
-        body.append([label, str(effective), gain, f"{estimate.n} {difference.unit}"])
+        bounds = in_brackets(f"{bound:+.4f}" for bound in estimate.interval())
+        gain = f"{estimate.mean:+.4f} {bounds} at {length}"
+        body.append([label, effective.text, gain, f"{estimate.n} {difference.unit}"])
     head = ["encoding", "effective length", "loss - window [95 %]", "sample"]
-    notes = [f"effective length: {HOW}"]
-    return Table(head, body, notes, title="effective length") if body else None
+    return [Table(head, body, [NOTE], title="effective length")] if body else []

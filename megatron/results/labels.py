@@ -93,9 +93,11 @@ def axes_of(rows: Sequence[Question]) -> tuple[str, ...]:
 
 
 def runs(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by a label for each run on each text, shortest length first."""
-    groups = [group for text in by_text(rows) for group in grouped(text, RUN)]
-    groups = [sorted(group, key=lambda row: row["length"]) for group in groups]
+    """Rows by a label for each run and step on each text, first steps and short lengths first."""
+    groups = []
+    for text in by_text(rows):
+        for run in grouped(text, [key for key in RUN if key not in ("step", "checkpoint")]):
+            groups += grouped(sorted(run, key=lambda row: (row["step"], row["length"])), RUN)
     keys = (*KIND, "seed", *SETTING, *axes_of(rows), *BOOKKEEPING, *PLACE)
     # What labels tell apart does not change with the length.
     return dict(zip(labels_of([group[0] for group in groups], keys), groups, strict=True))

@@ -31,10 +31,10 @@ class Estimate:
     df: int
     n: int
 
-    def interval(self) -> tuple[float, float] | None:
-        """Student's interval of 95 % around the mean, or None if there are too few values."""
+    def interval(self) -> tuple[float, ...]:
+        """Both ends of Student's interval of 95 % around the mean; () for too few values."""
         if self.stderr is None:
-            return None
+            return ()
         half = t_quantile(0.975, self.df) * self.stderr
         return self.mean - half, self.mean + half
 

@@ -33,6 +33,7 @@ from megatron.results.row import Row, with_facts
 
 SHIPPED = ROOT / "configs" / "sweeps"
 GIVEN_BY_SWEEP = {"checkpoint", "step", "output"}  # options of evaluate.py
+Arguments = tuple[Path, Path, tuple[str, ...], str | Path | None]
 Values = dict[str, Any]  # a point of the grid: {axis: value}
 Axis = Annotated[list, Field(min_length=1)] | dict[str, Values | None]
 
@@ -95,10 +96,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All cells of a file, in running order."""
+    """All cells of a file, in running order. arguments: those of load_sweep that give it again"""
 
     name: str
-    path: Path
+    arguments: Arguments
     folder: Path
     cells: tuple[Cell, ...]
 
@@ -124,6 +125,10 @@ def load_sweep(
     try:
         file = find_sweep(path)
         form = SweepFile.model_validate(read_file(file))
+        name = file.stem
+        if entry is not None:
+            form = with_entry(form, Path(entry))
+            name += f"-{Path(entry).stem}"
     except ValidationError as error:
         names = list(SweepFile.model_fields)
         lines = [line for *_, line in messages.lines(error, names)]
@@ -136,11 +141,7 @@ def load_sweep(
             raise UserError(
                 f"{file}: evaluate: {label!r} becomes a file name - use letters and digits"
             )
-    home = Path("runs/sweeps") / file.stem
-    if entry is not None:
-        form = with_entry(form, Path(entry))
-        home = home.with_name(f"{file.stem}-{Path(entry).stem}")
-    home = Path(folder or home)
+    home = Path(folder or f"runs/sweeps/{name}")
     evaluations = {label: dict(options or {}) for label, options in form.evaluate.items()}
     chosen = {label: options.pop("only", {}) for label, options in evaluations.items()}
     rules = [("exclude", rule) for rule in form.exclude]
@@ -195,14 +196,15 @@ def load_sweep(
         lines = [f"{file}: {len(points) - len(cells)} of {len(points)} cells cannot be run"]
         lines += [f"{cells[0]} ({len(cells)} cells): {fault}" for fault, cells in faults.items()]
         raise UserError("\n".join(lines))
-    return Sweep(file.stem, file, home, tuple(cells))
+    arguments = (file, home, tuple(only), entry)
+    return Sweep(file.stem, arguments, home, tuple(cells))
 
 
 def with_entry(form: SweepFile, path: Path) -> SweepFile:
     """The sweep with one encoding, a user's own, in place of those on its axis pos_emb.
 
     path: a Python file that registers one encoding, or YAML with keys such as pos_emb_args
-    Raises UserError if the sweep takes no entries, or if the file is something else.
+    Raises ValueError if the sweep takes no entries, or if the file is something else.
     """
     if not form.entry:
         raise UserError("--entry: this sweep takes none - use atlas")
@@ -210,10 +212,7 @@ def with_entry(form: SweepFile, path: Path) -> SweepFile:
         name, *unwanted = registered_by(load_file(path))
         settings: Values = {"pos_emb": name, "pos_emb_file": str(path)}
     else:
-        try:
-            settings = read_file(path)
-        except ValueError as fault:
-            raise UserError(f"--entry: {fault}") from None
+        settings = read_file(path)
         unwanted = [key for key in settings if KEYS.get(key) != "position"]
     if unwanted:
         raise UserError(

@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron.errors import UserError, in_words
 from megatron.parallel.grid import free_port
-from megatron.sweeps.cells import Cell, Sweep, described, load_sweep, state_of
+from megatron.sweeps.cells import Arguments, Cell, Sweep, described, load_sweep, state_of
 from megatron.sweeps.runner import SIGNALS, Runner
 
 ATTEMPTS = 3  # jobs of a cell that end without a new checkpoint
@@ -40,7 +40,7 @@ class Work:
     """
 
     place: Path
-    sweep: tuple[Path, Path, tuple[str, ...], Path | None]
+    sweep: Arguments
     starter: tuple[str, ...] = ()
 
     def __call__(self, name: str) -> None:
@@ -155,20 +155,16 @@ def run_on(
     options: dict[str, Any],
     runner: Runner,
     sweep: Sweep,
-    only: Sequence[str],
     jobs: int | None,
-    entry: Path | None,
 ) -> None:
     """Run until no cell is left to submit; after a signal, until cancelled jobs have ended.
 
     options: resources of each job, by the engine's own names
-    only: the words that chose the cells
     jobs: how many may be in the queue; default: all
-    entry: the user's own encoding that the sweep runs
     """
     with _explained(launcher):
         kind, _ = LAUNCHERS[launcher]
-        engine = kind(Work(Path.cwd(), (sweep.path, sweep.folder, tuple(only), entry)), options)
+        engine = kind(Work(Path.cwd(), sweep.arguments), options)
     waiting = [cell for cell in sweep.cells if state_of(cell).kind != "done"]
     running: dict[Any, Cell] = {}
     attempts: Counter[tuple[str, int, int]] = Counter()

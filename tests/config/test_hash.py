@@ -3,10 +3,10 @@
 import yaml
 
 from megatron.config import load
-from megatron.config.document import README, readme
 from megatron.config.schema import all_keys
 from megatron.positions import options_of
 from megatron.positions.layers import name_of_layers
+from megatron.report.document import README, readme
 from tests.config.small import SIZES, loaded
 from tests.support import ROOT
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from megatron.report.catalogue import ATLAS, COSTS, atlas, polyline
+from megatron.report.catalogue import ATLAS, COSTS, atlas
 from megatron.results.atlas import PARTS, atlas_rows, standings
 from tests.support import call
 
@@ -26,13 +26,12 @@ def test_both_have_a_line_with_every_number_of_an_encoding(texts):
         costs = {line["pos_emb"]: line for line in csv.DictReader(file)}
     guide = texts[".md"].partition("## Guide")[2].partition("## What they reach")[0]
     assert len(re.findall(r"[^\W_][\w'/-]*", re.sub(r"\]\(.*?\)", "", guide))) <= 300
-    for name in measured.names:
-        numbers = [measured.cell(name, part) for part in ("score", *PARTS)]
-        effective = measured.effective_cell(name)
-        assert f"| {' | '.join([name, *numbers, effective])} |" in texts[".md"]
+    assert list(measured.cells) == ["score", *PARTS, "effective length"]
+    for name, numbers in measured.cells.iterrows():
+        assert f"| {' | '.join([name, *numbers])} |" in texts[".md"]
         (line,) = re.findall(rf"<tr class=[^>]*><td>{name}</td>.*?</tr>", texts[".html"], re.DOTALL)
         cells = [re.sub("<svg.*", "", cell) for cell in re.findall("<td>(.*?)</td>", line)]
-        assert cells[1:8] == [*numbers, effective]
+        assert cells[1:8] == numbers.tolist()
         if name in costs:
             keys = ("step_ratio", "step_4096_ratio", "token_4096_ratio")
             times = [f"{float(costs[name][key]):.2g}" if costs[name][key] else "" for key in keys]
@@ -40,9 +39,19 @@ def test_both_have_a_line_with_every_number_of_an_encoding(texts):
             assert re.search(rf"\| \[{name}\].* \| {' [|] '.join(times)} \|", texts[".md"])
 
 
-def test_a_curve_has_its_lengths_in_doublings():
-    assert polyline({32: 100, 64: 50, 256: 0}, "recall") == "0,0.0 16,10.0 48,20.0"
-    assert polyline({128: 10, 512: 200, 1024: 5000}, "text") == "0,20.0 32,0.0 48,0.0"
+def test_a_curve_has_its_lengths_in_doublings(texts):
+    """From 128 to 4,096 tokens of text, where perplexities of 10 and of 200 are the edges."""
+    (line,) = re.findall("<tr class=[^>]*><td>rotary</td>.*?</tr>", texts[".html"], re.DOTALL)
+    text, recall = (re.findall('points="(.*?)"', line)[column] for column in (0, 3))
+    curves = standings(atlas_rows()).curves.loc["rotary"]
+    lengths = {0: 128, 32: 512, 48: 1024, 64: 2048, 80: 4096}
+    for point in text.split():
+        x, y = map(float, point.split(","))
+        perplexity = 10 * 20 ** ((20 - y) / 20)
+        assert perplexity == pytest.approx(min(200, curves["text", lengths[x]]), rel=0.01)
+    for point in recall.split():
+        x, y = map(float, point.split(","))
+        assert 5 * (20 - y) == pytest.approx(curves["recall", 32 * 2 ** (x / 16)], abs=0.26)
 
 
 def test_the_commands_of_the_page_run(capsys, own_registry):

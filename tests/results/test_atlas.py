@@ -45,16 +45,16 @@ def test_a_score_is_the_mean_of_the_parts_of_the_committed_rows(atlas, name):
         assert atlas.values.loc[(name, seed), PARTS].tolist() == pytest.approx(parts)
         scores.append(sum(parts) / 5)
     mean, deviation = statistics.mean(scores), statistics.stdev(scores)
-    assert atlas.cell(name) == f"{mean:.0f} ± {deviation:.0f}"
+    assert atlas.cells.loc[name, "score"] == f"{mean:.0f} ± {deviation:.0f}"
 
 
 def test_the_best_score_comes_first_and_without_a_part_there_is_none(atlas):
-    scores = [atlas.values.loc[name, "score"].mean() for name in atlas.names]
+    scores = [atlas.values.loc[name, "score"].mean() for name in atlas.cells.index]
     complete = [score for score in scores if score == score]
     assert complete == sorted(complete, reverse=True)
     assert scores[: len(complete)] == complete
-    assert atlas.cell("learned", "induction") == "0¹"  # it can't read a longer text
-    assert atlas.cell("learned") == ""
+    assert atlas.cells.loc["learned", "induction"] == "0¹"  # it can't read a longer text
+    assert atlas.cells.loc["learned", "score"] == ""
 
 
 def test_the_order_of_text_is_that_of_kerples_table_3(atlas):
@@ -82,8 +82,8 @@ def test_an_encoding_on_a_newer_text_is_compared_with_the_reference_on_the_same(
         for row, name in zip(newer, ("alibi", "mine"), strict=True)
     ]
     atlas = standings([*rows, *newer])
-    assert atlas.cell("mine", "text") == "125¹"
-    assert atlas.cell("alibi", "text") == "100 ± 0"
+    assert atlas.cells.loc["mine", "text"] == "125¹"
+    assert atlas.cells.loc["alibi", "text"] == "100 ± 0"
 
 
 def test_an_entry_must_win_by_p_below_a_hundredth():
@@ -121,6 +121,6 @@ def test_the_entry_of_the_page_beats_alibi_on_text():
 
 
 def test_a_model_with_windows_of_its_own_has_no_effective_length(atlas):
-    assert atlas.effective_cell("rnope_swa") == ""
-    assert atlas.effective_cell("rotary") == "none shown above 128"
-    assert atlas.effective_cell("none") == "none shown above 128¹"
+    assert atlas.cells.loc["rnope_swa", "effective length"] == ""
+    assert atlas.cells.loc["rotary", "effective length"] == "none shown above 128"
+    assert atlas.cells.loc["none", "effective length"] == "none shown above 128¹"

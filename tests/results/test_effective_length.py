@@ -3,7 +3,7 @@
 import pytest
 from scipy.stats import ttest_1samp
 
-from megatron.results.effective_length import effective_lengths, table_of_effective_lengths
+from megatron.results.effective_length import effective_lengths, tables_of_effective_lengths
 from megatron.results.files import read_rows
 from tests.results.rows import rows
 from tests.support import ROOT
@@ -34,7 +34,7 @@ def test_it_is_the_longest_length_below_the_window(perplexities, length, text):
     noise = (1.0, 1.01, 0.99)
     losses = [[value * factor for value in perplexities] for factor in noise]
     ((label, effective),) = effective_lengths(of(losses, (15, 15, 15))).items()
-    assert (label, effective.length, str(effective)) == ("rotary", length, text)
+    assert (label, effective.length, effective.text) == ("rotary", length, text)
 
 
 def test_an_interval_with_zero_is_no_gain():
@@ -45,7 +45,7 @@ def test_an_interval_with_zero_is_no_gain():
 
 def test_without_a_window_it_is_undefined():
     assert effective_lengths(rows("rotary", {512: 9.0}, protocol="tail")) == {}
-    assert table_of_effective_lengths(rows("rotary", {512: 9.0}, protocol="tail")) is None
+    assert tables_of_effective_lengths(rows("rotary", {512: 9.0}, protocol="tail")) == []
     assert effective_lengths(rows("rotary", {512: 9.0})) == {}
 
 

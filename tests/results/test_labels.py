@@ -39,6 +39,14 @@ def test_runs_of_one_encoding_differ_in_the_first_thing_that_differs():
         assert list(groups) == [*(f"rotary{words}" for words in labels), "alibi"]
 
 
+def test_steps_of_a_run_are_in_the_order_of_their_numbers():
+    steps = [
+        row_at_512(step=step, checkpoint=f"run/global_step{step}") for step in (1200, 400, 800)
+    ]
+    labels = ["rotary, step 400", "rotary, step 800", "rotary, step 1200"]
+    assert list(runs([*steps, row_at_512("alibi", step=7)])) == [*labels, "alibi"]
+
+
 def test_unusual_layers_gates_and_optimizers_are_named():
     hybrid = row_at_512("none", layer_kinds="3 gated_delta + 1 attention", optimizer_type="Muon")
     gated = {"attention_gate": "head", "softmax_type": "learnable"}

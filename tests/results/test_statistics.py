@@ -45,7 +45,7 @@ def test_neighbours_that_are_alike_count_less():
 
 
 def test_two_values_say_nothing_about_their_error():
-    assert mean_of([1.0, 2.0]).interval() is None
+    assert mean_of([1.0, 2.0]).interval() == ()
     assert mean_of([1.0, 2.0]).p is None
     assert mean_of_blocks([1.0, 1.0, 1.0]).interval() == (1.0, 1.0)
 
