@@ -4,7 +4,7 @@ import difflib
 import errno
 import re
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 SPACE = "free some space, or choose another disk"
@@ -101,25 +101,17 @@ def visible(text: str) -> str:
     )
 
 
-def texts_in(value: object) -> Iterator[str]:
-    """All texts of nested lists and mappings, with their keys."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from texts_in([*value.keys(), *value.values()])
-    elif isinstance(value, Sequence):
-        for part in value:
-            yield from texts_in(part)
-
-
 def control_fault(value: object) -> str | None:
     """The fault of nested values if a text has a control character, which rows cannot store."""
-    for text in texts_in(value):
-        if CONTROL.search(text):
-            return (
-                f"{ascii(text)[:80]} has a control character, which result rows cannot contain -"
-                " remove it"
-            )
+    if isinstance(value, str) and CONTROL.search(value):
+        return (
+            f"{ascii(value)[:80]} has a control character, which result rows cannot contain -"
+            " remove it"
+        )
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list | tuple):
+        return next(filter(None, map(control_fault, value)), None)
     return None
 
 

@@ -1,6 +1,5 @@
 """Read files and `key=value` words into plain dictionaries with underscored keys."""
 
-import json
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -74,10 +73,10 @@ def read_overrides(words: Sequence[str], add_fault: Callable[[str], None]) -> di
         holds_text = not parents and key in KEYS
         holds_text = holds_text and SECTIONS[KEYS[key]].model_fields[key].annotation in TEXT
         is_plain = text[:1] not in "[{'\"" and text not in ("null", "~")
-        if is_plain and (holds_text or COMMENT.search(text)):
-            text = json.dumps(text)  # folders: save="runs/a #2", save=1235, save="runs/a: b"
         try:
-            value = parse(text)
+            # Folders are taken as they are: save="runs/a #2", save=1235, save="runs/a: b".
+            is_text = is_plain and (holds_text or COMMENT.search(text))
+            value = text if is_text else parse(text)
         except ValueError as fault:
             add_fault(f"{word:.80}: {fault}")
             continue

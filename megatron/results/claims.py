@@ -191,14 +191,16 @@ def judged(claims: Sequence[Claim], rows: Sequence[Row], alpha: float = ALPHA) -
 
     alpha: p below which a claim is decided
     """
+    # Once for each row: files have thousands of rows, and each claim asks for several facts.
+    described = [(row, facts_of(row)) for row in rows]
     verdicts = []
     for claim in claims:
         keys = [key for key in GROUP if not claim.names(key)]
         if claim.names("protocol"):
             keys = [key for key in keys if key not in PROTOCOL_OPTIONS]
         try:
-            ours = _chosen(rows, claim, claim.a, claim.at)
-            theirs = _chosen(rows, claim, claim.b or claim.a, claim.b_at or claim.at)
+            ours = _chosen(described, claim, claim.a, claim.at)
+            theirs = _chosen(described, claim, claim.b or claim.a, claim.b_at or claim.at)
         except UserError as missing:
             verdicts.append(Verdict(claim, reason=str(missing)))
             continue
@@ -236,19 +238,19 @@ def _needed(verdict: Verdict, level: float) -> str:
 
 
 def _chosen(
-    rows: Sequence[Row], claim: Claim, side: str, at: Length | list[Length]
-) -> Sequence[Row]:
+    described: Sequence[tuple[Row, set[str]]], claim: Claim, side: str, at: Length | list[Length]
+) -> list[Row]:
     """The rows of one side; UserError names the first fact that no row has."""
     facts = [*side.split(", "), claim.protocol, *claim.both.split(", ")]
     for fact in filter(None, facts):
-        rows = [row for row in rows if fact in facts_of(row)]
-        if not rows:
+        described = [(row, texts) for row, texts in described if fact in texts]
+        if not described:
             raise UserError(f"{side}: no row with {fact}")
     keys = {fact.partition(" ")[0] for fact in facts}
     usual = [key for key in ATTENTION_INPUTS if key not in keys]
     lengths = at if isinstance(at, list) else [at]
     answers = []
-    for row in rows:
+    for row, _ in described:
         is_usual = all(value_of(row, key) == USUAL[key] for key in usual)
         is_long = any(has_length(row, length) for length in lengths)
         if is_usual and is_long and claim.quantity in row:

@@ -75,7 +75,18 @@ def test_a_word_for_a_text_key_is_taken_as_text():
     assert (config.checkpoint.save, config.checkpoint.load) == ("1235", None)
     assert (config.logging.wandb_group, config.data.split) == ("1e5", "90,5,5")
     assert loaded("eval_lengths=64,128").evaluation.eval_lengths == (64, 128)
-    for folder in ("runs/exp #2", "#2", "a: b", "a: b: c", " a ", "- a", "@a", "true", "a' b"):
+    for folder in (
+        "runs/exp #2",
+        "runs/🙂",
+        "#2",
+        "a: b",
+        "a: b: c",
+        " a ",
+        "- a",
+        "@a",
+        "true",
+        "a' b",
+    ):
         assert loaded(f"save={folder}").checkpoint.save == folder
     assert loaded("save='a b'").checkpoint.save == "a b"
     assert loaded("train_data_paths=a #1", BLEND[1]).data.train_data_paths == ("a #1",)

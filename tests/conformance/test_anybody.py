@@ -78,7 +78,7 @@ def ours(q, k, positions):
 
 @pytest.mark.parametrize("rotation", [halves, llama, ours])
 def test_right_rotations_pass_and_their_pairs_are_named(rotation):
-    by_check = findings(rotation, "rotary")
+    by_check = findings(rotation, "rotary", shape=SHORT)
     assert {finding.verdict for finding in by_check.values()} == {HOLDS, NOT_APPLICABLE}
     assert by_check[anybody.turns_pairs].detail == "16 pairs, halves: 0 turns with 16"
 
@@ -188,7 +188,7 @@ def in_scores(q, k):
 
 @pytest.mark.parametrize("bias", [alibi, bloom, in_scores])
 def test_right_biases_and_scores_pass_and_their_slopes_are_named(bias):
-    by_check = findings(bias, "alibi")
+    by_check = findings(bias, "alibi", shape=SHORT)
     assert {finding.verdict for finding in by_check.values()} == {HOLDS, NOT_APPLICABLE}
     assert by_check[anybody.authors_slopes].detail == "at 8, 4 and 12 heads"
     assert "at distance 129 -32.2 to -0.504" in by_check[anybody.never_grows].detail
