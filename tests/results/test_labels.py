@@ -44,7 +44,8 @@ def test_steps_of_a_run_are_in_the_order_of_their_numbers():
         row_at_512(step=step, checkpoint=f"run/global_step{step}") for step in (1200, 400, 800)
     ]
     labels = ["rotary, step 400", "rotary, step 800", "rotary, step 1200"]
-    assert list(runs([*steps, row_at_512("alibi", step=7)])) == [*labels, "alibi"]
+    for shown in (runs, kinds):
+        assert list(shown([*steps, row_at_512("alibi", step=7)])) == [*labels, "alibi"]
 
 
 def test_unusual_layers_gates_and_optimizers_are_named():
