@@ -77,6 +77,7 @@ def is_in(shown, whole):
         "eight_encodings",
         "growth",
         "natural_language",
+        "order",
         "pretrained",
         "recipe",
         "sinks",
