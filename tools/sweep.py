@@ -24,6 +24,7 @@ from megatron.data.tokens import preparing
 from megatron.errors import UserError, visible
 from megatron.evaluation.options import number
 from megatron.results.atlas import REFERENCE, atlas_rows, decided, standings
+from megatron.results.comparison import PLACES
 from megatron.results.files import read_rows
 from megatron.results.row import identity
 from megatron.splits import TASK_PREFIX
@@ -38,9 +39,6 @@ from megatron.sweeps.cells import (
 from megatron.sweeps.cost import DEVICES, UTILISATION, cost, hours
 from megatron.sweeps.engines import LAUNCHERS, run_on
 from megatron.sweeps.runner import Runner, places_of
-
-# Rows that are equal in these scored the same text.
-PLACE = ("corpus", "part", "split", "protocol", "length", "windows")
 
 
 @guarded
@@ -151,12 +149,12 @@ def check(sweep: Sweep, entry: Path | None) -> int:
                 f"{cell.name}: {len(lengths)} rows of configuration {cell.config.hash}, not"
                 f" {len(expected)} - run the sweep with this entry"
             )
-    texts = {identity(row, PLACE): row.get("text") for row in atlas_rows()}
+    texts = {identity(row, PLACES): row.get("text") for row in atlas_rows()}
     for row in rows:
-        place, text = identity(row, PLACE), row.get("text")
-        if texts.get(place, text) != text:
-            words = ", ".join(map(str, place))
-            faults.append(f"{words}: another text - prepare the data by `make results PART=atlas`")
+        text = row.get("text")
+        if texts.get(identity(row, PLACES), text) != text:
+            place = f"{row['corpus']} at {row['length']}"
+            faults.append(f"{place}: another text - prepare the data by `make results PART=atlas`")
     if faults:
         raise UserError("\n".join([f"{entry} is no entry yet:", *faults]))
     print(f"{entry}: {len(rows)} rows of {len(sweep.cells)} cells follow the rules")

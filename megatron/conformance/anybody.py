@@ -28,6 +28,7 @@ from megatron.positions import Position
 from megatron.positions.alibi import alibi_slopes
 
 TEXT = torch.arange(130)  # two pieces of 64 and a rest
+READ = 2 * len(TEXT)  # the first queries of a piece, behind which no check looks
 CONTENTS = 61  # different tokens, which any vocabulary has
 LEARNED = ("wpe", "embed_positions", "position_embeddings")  # transformers' names of a table
 
@@ -100,7 +101,7 @@ def scores_in_pieces(probe: Probe, row: Row) -> Tensor:
         block = probe.function(
             q[:, :, piece], k[:, :, :end], positions[:, piece], positions[:, :end]
         )
-        result[:, piece - start, :end] = block.double()
+        result[:, piece[:READ] - start, :end] = block[..., :READ, :].double()
     return result[..., start:]
 
 
@@ -265,7 +266,7 @@ def with_rotation(turn):
         # Keys of a cache were turned before the new tokens came.
         for old, where in zip(k.split(sizes, dim=2), k_positions.split(sizes, dim=1), strict=True):
             turned.append(turn(old, old, where)[1].double())
-        q = turn(q, q, q_positions)[0].double()
+        q = turn(q, q, q_positions)[0][:, :, :READ].double()
         return q @ torch.cat(turned, dim=2).mT / q.shape[3] ** 0.5
 
     return scores

@@ -81,8 +81,7 @@ def test_rows_of_another_text_are_named(tmp_path, forks):
     entry.with_suffix(".jsonl").write_text(json.dumps(row | {"text": "0123456789abcdef"}) + "\n")
     done = forks.run(WARM, "check", "atlas", "--entry", entry)
     assert done.returncode == 1
-    place = f"task:needle, valid, {row['split']}, task, {row['length']}, 256"
-    assert f"{place}: another text - prepare the data" in done.stderr
+    assert f"task:needle at {row['length']}: another text - prepare the data" in done.stderr
 
 
 def test_yaml_takes_the_keys_of_an_encoding_only(sweep, tmp_path):
