@@ -99,9 +99,10 @@ def main(argv: list[str] | None = None) -> int:
     else:
         run_on(options.launcher, resources_of_job, runner, sweep, options.jobs)
     print(collected(file, folder, entry))
-    states = [(cell, state_of(cell)) for cell in sweep.cells]
     missing = [
-        f"{cell.name}: {described(cell, state)}" for cell, state in states if state.kind != "done"
+        f"{cell.name}: {described(cell, state)}"
+        for cell in sweep.cells
+        if (state := state_of(cell)).kind != "done"
     ]
     if missing:
         title = f"{len(missing)} of {len(sweep.cells)} cells are missing:"
@@ -165,11 +166,14 @@ def status(sweep: Sweep, states: Sequence[State]) -> list[str]:
     """A line for the sweep, then one for each cell."""
     kinds = collections.Counter(state.kind for state in states)
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    lines = [f"{sweep.name}: {len(states)} cells, {counts}; runs in {sweep.folder}"]
     width = max(len(cell.name) for cell in sweep.cells)
-    for cell, state in zip(sweep.cells, states, strict=True):
-        lines.append(f"{cell.name:<{width}}  {described(cell, state)}")
-    return lines
+    return [
+        f"{sweep.name}: {len(states)} cells, {counts}; runs in {sweep.folder}",
+        *(
+            f"{cell.name:<{width}}  {described(cell, state)}"
+            for cell, state in zip(sweep.cells, states, strict=True)
+        ),
+    ]
 
 
 def plan(
@@ -197,16 +201,17 @@ def plan(
 
 def absent_data(sweep: Sweep, states: Sequence[State]) -> list[str]:
     """A line for each missing corpus, with the command that makes it."""
-    prefixes: set[str] = set()
-    for cell, state in zip(sweep.cells, states, strict=True):
-        for key in DATA_PATHS:
-            if state.kind != "done":
-                prefixes.update(as_list(cell.config[key]))
-    lines = []
-    for prefix in sorted(prefixes):
-        if not prefix.startswith(TASK_PREFIX) and not Path(f"{prefix}.idx").exists():
-            lines.append(f"data are missing: {prefix} - {preparing(prefix)}")
-    return lines
+    waiting = [
+        cell for cell, state in zip(sweep.cells, states, strict=True) if state.kind != "done"
+    ]
+    prefixes = {
+        path for cell in waiting for key in DATA_PATHS for path in as_list(cell.config[key])
+    }
+    return [
+        f"data are missing: {prefix} - {preparing(prefix)}"
+        for prefix in sorted(prefixes)
+        if not prefix.startswith(TASK_PREFIX) and not Path(f"{prefix}.idx").exists()
+    ]
 
 
 if __name__ == "__main__":
