@@ -24,7 +24,6 @@ from megatron.data.tokens import preparing
 from megatron.errors import UserError, visible
 from megatron.evaluation.options import number
 from megatron.results.atlas import REFERENCE, atlas_rows, decided, standings
-from megatron.results.comparison import PLACES
 from megatron.results.files import read_rows
 from megatron.results.row import identity
 from megatron.splits import TASK_PREFIX
@@ -39,6 +38,8 @@ from megatron.sweeps.cells import (
 from megatron.sweeps.cost import DEVICES, UTILISATION, cost, hours
 from megatron.sweeps.engines import LAUNCHERS, run_on
 from megatron.sweeps.runner import Runner, places_of
+
+PLACE = ("corpus", "split", "length", "windows")  # rows that are equal in these scored one text
 
 
 @guarded
@@ -129,8 +130,8 @@ def place_of_entry(name: str, results: Path) -> str:
     """Where an entry stands in the atlas, and what its rows decide against the best and ALiBi."""
     rows = atlas_rows([results])
     standing = standings(rows)
-    best = standing.cells.index.drop(name)[0]
-    verdicts = decided(name, dict.fromkeys([best, REFERENCE]), rows)
+    others = standing.cells.index.drop(name, errors="ignore")
+    verdicts = decided(name, others[others.isin([others[0], REFERENCE])], rows)
     return f"{standing.table().text()}\n\n{verdicts.text()}"
 
 
@@ -141,20 +142,23 @@ def check(sweep: Sweep, entry: Path | None) -> int:
     rows = read_rows([entry.with_suffix(".jsonl")])
     faults = []
     for cell in sweep.cells:
-        expected = []
-        for call in cell.evaluations:
-            expected += call.options.get("lengths", cell.config.evaluation.eval_lengths)
+        expected = [
+            length
+            for call in cell.evaluations
+            for length in call.options.get("lengths", cell.config.evaluation.eval_lengths)
+        ]
         lengths = [row["length"] for row in rows if row["config_hash"] == cell.config.hash]
         if sorted(lengths) != sorted(expected):
             faults.append(
                 f"{cell.name}: {len(lengths)} rows of configuration {cell.config.hash}, not"
                 f" {len(expected)} - run the sweep with this entry"
             )
-    texts = {identity(row, PLACES): row.get("text") for row in atlas_rows()}
+    if {row["config_hash"] for row in rows} - {cell.config.hash for cell in sweep.cells}:
+        faults.append("rows of other configurations than this entry's - delete them")
+    texts = {identity(row, PLACE): row.get("text") for row in atlas_rows()}
     for row in rows:
-        text = row.get("text")
-        if texts.get(identity(row, PLACES), text) != text:
-            place = f"{row['corpus']} at {row['length']}"
+        if texts.get(identity(row, PLACE)) not in (None, row.get("text")):
+            place = f"{row.get('corpus')} at {row['length']}"
             faults.append(f"{place}: another text - prepare the data by `make results PART=atlas`")
     if faults:
         raise UserError("\n".join([f"{entry} is no entry yet:", *faults]))

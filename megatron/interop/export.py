@@ -33,7 +33,8 @@ from megatron.model import GPT, Architecture, AttentionSettings, options_of_entr
 from megatron.positions.layers import entries_of
 from megatron.results.effective_length import effective_lengths
 from megatron.results.files import existing_results
-from megatron.results.row import SETTING, agrees, grouped, text_of
+from megatron.results.labels import sections
+from megatron.results.row import agrees
 
 logger = logging.getLogger(__name__)
 
@@ -272,9 +273,9 @@ def gain_of(checkpoint: Path, record: Mapping[str, Any]) -> str:
             logger.warning("%s", fault)
     ours = {key: record[key] for key in ("config_hash", "step")}
     gains = []
-    for of_text in grouped([row for row in rows if agrees(row, ours)], SETTING):
-        for effective in effective_lengths(of_text).values():
-            gains.append(f"{effective.text} ({text_of(of_text[0])})")
+    for heading, of_text in sections([row for row in rows if agrees(row, ours)]).items():
+        for label, effective in effective_lengths(of_text).items():
+            gains.append(f"{effective.text} ({label}, {heading})")
     return "; ".join(gains)
 
 

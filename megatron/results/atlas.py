@@ -15,7 +15,15 @@ from megatron.protocols import TASK
 from megatron.results.claims import Claim, judged, table_of
 from megatron.results.effective_length import effective_lengths
 from megatron.results.files import read_rows
-from megatron.results.row import ENCODING_AXIS, Row, cell_of, encoding_of, with_facts
+from megatron.results.row import (
+    ENCODING_AXIS,
+    SETTING,
+    Row,
+    cell_of,
+    encoding_of,
+    identity,
+    with_facts,
+)
 from megatron.results.table import Table
 
 FOLDER = ROOT / "docs" / "results"
@@ -42,15 +50,19 @@ NOTES_OF_ENTRY = (
 
 
 def atlas_rows(more: Iterable[Path] = ()) -> list[Row]:
-    """The rows of the atlas in docs/results and of other files; their `cell` names the encoding."""
+    """The rows of the atlas in docs/results and of other files; their `cell` names the encoding.
+
+    A row of `more` replaces that of the same encoding, seed and text: an entry that was run again.
+    """
     files = [*FOLDER.glob("context/*.jsonl"), *FOLDER.glob("atlas/**/*.jsonl")]
     files += [FOLDER / "tasks" / f"{task}.jsonl" for task in TASKS]
-    rows = []
+    rows = {}
     for row in read_rows([*sorted(files), *more]):
         name = cell_of(row).get("pos_emb") or encoding_of(row)
         if row.get("protocol") in ("tail", TASK):
-            rows.append(with_facts(row, {"cell": {ENCODING_AXIS: name}, "sweep": "atlas"}))
-    return rows
+            row = with_facts(row, {"cell": {ENCODING_AXIS: name}, "sweep": "atlas"})
+            rows[name, identity(row, ("seed", "window", "length", *SETTING))] = row
+    return [*rows.values()]
 
 
 class Standings(NamedTuple):
@@ -69,8 +81,8 @@ class Standings(NamedTuple):
 
     def table(self) -> Table:
         """A line for each encoding."""
-        body = self.cells.reset_index().to_numpy().tolist()
-        return Table(["encoding", *self.cells], body, NOTES)
+        cells = self.cells.reset_index(names="encoding")
+        return Table([*cells], cells.to_numpy().tolist(), NOTES)
 
 
 def standings(rows: Sequence[Row]) -> Standings:
@@ -87,8 +99,8 @@ def standings(rows: Sequence[Row]) -> Standings:
     frame["number"] = frame["perplexity"].fillna(math.inf).where(is_text, right)
 
     # Of text, the ratio to the reference of the same seed and targets.
-    reference = frame.query("name == @REFERENCE and window != 'train_length'")
-    frame["reference"] = reference["number"]  # nan in other rows
+    references = "name == @REFERENCE and window != 'train_length'"
+    frame["reference"] = frame.query(references)["number"]  # nan in other rows
     alike = frame.groupby(["seed", "text", "length"])
     ratio = 100 * alike["reference"].transform("first") / frame["number"]
     frame["value"] = ratio.where(is_text, right)
@@ -102,7 +114,7 @@ def standings(rows: Sequence[Row]) -> Standings:
     curves = counted.pivot_table(index="name", columns=["part", "length"], values="number")
     # Scores have the longest length of text, and of a task the mean over all beyond the training's.
     scored = counted.query(
-        "length >= @FAR * train_length or part != @TEXT and length > train_length"
+        "length == @FAR * train_length or part != @TEXT and length > train_length"
     )
     values = scored.pivot_table(index=["name", "seed"], columns="part", values="value")
     values = values.reindex(columns=PARTS)
@@ -113,10 +125,11 @@ def standings(rows: Sequence[Row]) -> Standings:
     order = means[PARTS].agg(["count", "mean"], axis=1).join(means[SCORE])
     order = order.sort_values([SCORE, "count", "mean"], ascending=False)
     cells = by_name.agg(over_seeds).loc[order.index]
-    cells[EFFECTIVE] = ""
+    lengths = {}
     for label, (text, _, differences) in effective.items():
         seeds = max(len(difference.by_seed) for difference in differences.values())
-        cells.loc[label.partition(",")[0], EFFECTIVE] = text + ONE_SEED * (seeds == 1)
+        lengths[label.partition(",")[0]] = text if seeds > 1 else text + ONE_SEED
+    cells[EFFECTIVE] = pd.Series(lengths).reindex(cells.index, fill_value="")
     return Standings(values, cells, curves)
 
 
@@ -124,7 +137,7 @@ def over_seeds(numbers: pd.Series) -> str:
     """The mean, ± the standard deviation; nothing for what was not measured."""
     if numbers.count() > 1:
         return f"{numbers.mean():.0f} ± {numbers.std():.0f}"
-    return "".join(f"{number:.0f}{ONE_SEED}" for number in numbers.dropna())
+    return f"{numbers.mean():.0f}{ONE_SEED}" if numbers.count() else ""
 
 
 def decided(name: str, rivals: Iterable[str], rows: Sequence[Row]) -> Table:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from megatron.errors import UserError
 from megatron.results.comparison import Difference, difference_of
 from megatron.results.comparison_table import in_brackets
-from megatron.results.labels import kinds
+from megatron.results.labels import kinds, sections
 from megatron.results.row import RUN, Row, grouped, identity, trained_length, value_of
 from megatron.results.table import Table
 
@@ -34,11 +34,12 @@ class EffectiveLength(NamedTuple):
 def effective_lengths(rows: Sequence[Row]) -> dict[str, EffectiveLength]:
     """Of every kind whose rows of `tail` can be compared with the window, by its label."""
     tails = [row for row in rows if row.get("protocol") == "tail" and row["loss"] is not None]
-    control_of = {}
-    for row in sorted(tails, key=lambda row: row["length"]):
-        # The targets are the same at all lengths, so that the window's longest one is enough.
-        if value_of(row, "window") == trained_length(row):
-            control_of[identity(row, MODEL)] = row
+    # The targets are the same at all lengths, so that the window's longest one is enough.
+    control_of = {
+        identity(row, MODEL): row
+        for row in sorted(tails, key=lambda row: row["length"])
+        if value_of(row, "window") == trained_length(row)
+    }
 
     lengths = {}
     # A model with windows of its own has no control: the evaluation's window would widen them.
@@ -70,14 +71,18 @@ def effective_lengths(rows: Sequence[Row]) -> dict[str, EffectiveLength]:
 
 
 def tables_of_effective_lengths(rows: Sequence[Row]) -> list[Table]:
-    """A table with a line for each kind; none if no rows have such a window."""
-    body = []
-    for label, effective in effective_lengths(rows).items():
-        length = effective.length or min(effective.differences)
-        difference = effective.differences[length]
-        estimate = difference.estimate
-        bounds = in_brackets(f"{bound:+.4f}" for bound in estimate.interval())
-        gain = f"{estimate.mean:+.4f} {bounds} at {length}"
-        body.append([label, effective.text, gain, f"{estimate.n} {difference.unit}"])
+    """A table for each text on which rows have such a window, with a line for each kind."""
     head = ["encoding", "effective length", "loss - window [95 %]", "sample"]
-    return [Table(head, body, [NOTE], title="effective length")] if body else []
+    tables = []
+    for heading, of_text in sections(rows).items():
+        body = []
+        for label, effective in effective_lengths(of_text).items():
+            length = effective.length or min(effective.differences)
+            difference = effective.differences[length]
+            estimate = difference.estimate
+            bounds = in_brackets(f"{bound:+.4f}" for bound in estimate.interval())
+            line = [f"{estimate.mean:+.4f} {bounds} at {length}", f"{estimate.n} {difference.unit}"]
+            body.append([label, effective.text, *line])
+        if body:
+            tables.append(Table(head, body, [NOTE], title=f"effective length, {heading}"))
+    return tables

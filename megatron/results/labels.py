@@ -92,18 +92,13 @@ def axes_of(rows: Sequence[Question]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def by_step(rows: Sequence[AnyQuestion], keys: Sequence[str]) -> list[list[AnyQuestion]]:
-    """Rows as `grouped`, but the steps of a run in the order of their numbers."""
-    ordered: list[AnyQuestion] = []
-    for run in grouped(rows, [key for key in keys if key not in ("step", "checkpoint")]):
-        ordered += sorted(run, key=lambda row: row.get("step") or 0)
-    return grouped(ordered, keys)
-
-
 def runs(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Rows by a label for each run and step on each text, shortest length first."""
-    groups = [group for text in by_text(rows) for group in by_step(text, RUN)]
-    groups = [sorted(group, key=lambda row: row["length"]) for group in groups]
+    groups = [
+        sorted(group, key=lambda row: row["length"])
+        for text in by_text(rows)
+        for group in grouped(text, RUN)
+    ]
     keys = (*KIND, "seed", *SETTING, *axes_of(rows), *BOOKKEEPING, *PLACE)
     # What labels tell apart does not change with the length.
     return dict(zip(labels_of([group[0] for group in groups], keys), groups, strict=True))
@@ -132,7 +127,7 @@ def kinds(rows: Sequence[AnyQuestion]) -> dict[str, list[AnyQuestion]]:
     each of them is a kind of its own.
     """
     axes = axes_of(rows)
-    groups = by_step(rows, ("pos_emb", *KIND, *axes, "sweep"))
+    groups = grouped(rows, ("pos_emb", *KIND, *axes, "sweep"))
     for key in ("config_hash", "checkpoint"):
         split = []
         for group in groups:

@@ -126,15 +126,15 @@ def load_sweep(
         file = find_sweep(path)
         form = SweepFile.model_validate(read_file(file))
         name = file.stem
-        if entry is not None:
-            form = with_entry(form, Path(entry))
-            name += f"-{Path(entry).stem}"
     except ValidationError as error:
         names = list(SweepFile.model_fields)
         lines = [line for *_, line in messages.lines(error, names)]
         raise UserError("\n  ".join([f"bad sweep ({path})", *lines])) from None
     except ValueError as fault:
         raise UserError(f"sweep: {fault}") from None
+    if entry is not None:
+        form = with_entry(form, Path(entry))
+        name += f"-{Path(entry).stem}"
 
     for label in form.evaluate:
         if not re.fullmatch(r"[\w.+-]{1,100}", label):
@@ -204,7 +204,7 @@ def with_entry(form: SweepFile, path: Path) -> SweepFile:
     """The sweep with one encoding, a user's own, in place of those on its axis pos_emb.
 
     path: a Python file that registers one encoding, or YAML with keys such as pos_emb_args
-    Raises ValueError if the sweep takes no entries, or if the file is something else.
+    Raises UserError if the sweep takes no entries, or if the file is something else.
     """
     if not form.entry:
         raise UserError("--entry: this sweep takes none - use atlas")
@@ -219,8 +219,9 @@ def with_entry(form: SweepFile, path: Path) -> SweepFile:
             f"--entry: {path}: has {', '.join(unwanted)} - an entry is one encoding: a Python file"
             " that registers it, or YAML with keys that begin with pos_emb"
         )
-    if path.stem in form.grid["pos_emb"] and path.resolve().parent != ROOT / "configs" / "pos_emb":
-        raise UserError(f"--entry: {path.stem} is an encoding of this sweep - rename {path}")
+    ours = ROOT / "configs" / "pos_emb" / f"{path.stem}.yml"
+    if ours.exists() and path.resolve() != ours:
+        raise UserError(f"--entry: {path.stem} is an encoding of ours - rename {path}")
     grid = {**form.grid, **form.entry, "pos_emb": {path.stem: settings}}
     return form.model_copy(update={"grid": grid, "exclude": []})
 
@@ -420,10 +421,11 @@ def collect(sweep: Sweep) -> list[Row]:
         write_lines(sweep.results, rows)
     within: list[Row] = []
     for cell in sweep.cells:
-        for path in sorted((cell.folder / "evaluation").glob("*-global_step*.jsonl")):
-            for row in existing_results(path):
-                if row["config_hash"] == cell.config.hash:
-                    within.append(with_facts(row, {"sweep": sweep.name, "cell": cell.values}))
+        paths = sorted((cell.folder / "evaluation").glob("*-global_step*.jsonl"))
+        rows_of_cell = [row for path in paths for row in existing_results(path)]
+        for row in sorted(rows_of_cell, key=lambda row: row["step"]):
+            if row["config_hash"] == cell.config.hash:
+                within.append(with_facts(row, {"sweep": sweep.name, "cell": cell.values}))
     if within:
         write_lines(sweep.folder / "training.jsonl", within)
     return rows

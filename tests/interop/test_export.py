@@ -392,7 +392,7 @@ def test_the_commands_of_the_guide_run_and_write_a_card(tmp_path, monkeypatch):
         "| stages: tokens of a window, last step | [[32, 2], [16, 9]] |",
         "| origin | tiny (gpt-neox) |",
         "| effective length (tail, against a window of the training length, these weights)"
-        f" | {4 * TRAINED} or more (stdlib valid) |",
+        f" | {4 * TRAINED} or more (mep_free, stdlib valid: tail) |",
         "| parent | rotary step 7, config aa11, weights bb22 |",
         note,
     ):

@@ -45,6 +45,7 @@ def test_a_curve_has_its_lengths_in_doublings(texts):
     text, recall = (re.findall('points="(.*?)"', line)[column] for column in (0, 3))
     curves = standings(atlas_rows()).curves.loc["rotary"]
     lengths = {0: 128, 32: 512, 48: 1024, 64: 2048, 80: 4096}
+    assert (len(text.split()), len(recall.split())) == (5, 6)
     for point in text.split():
         x, y = map(float, point.split(","))
         perplexity = 10 * 20 ** ((20 - y) / 20)

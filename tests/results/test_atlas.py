@@ -9,7 +9,7 @@ from scipy.stats import ttest_1samp
 
 from megatron.results.atlas import PARTS, TASKS, atlas_rows, decided, standings
 from megatron.results.papers import published
-from megatron.results.row import with_facts
+from tests.results.rows import rows as made
 from tests.support import ROOT
 
 RESULTS = ROOT / "docs" / "results"
@@ -69,21 +69,52 @@ def test_the_order_of_text_is_that_of_kerples_table_3(atlas):
         assert log <= power <= 1.01 * log
 
 
+def on_text(name, split, perplexities, **facts):
+    """Rows of a text at 32 L: {seed: perplexity}."""
+    measured = []
+    for seed, perplexity in perplexities.items():
+        facts |= {"cell": {"encoding": name}, "seed": seed, "split": split, "text": split}
+        facts |= {"protocol": "tail", "train_length": 128, "token_accuracy": None}
+        measured += made(name, {4096: perplexity}, **facts)
+    return measured
+
+
 def test_an_encoding_on_a_newer_text_is_compared_with_the_reference_on_the_same():
-    rows = [row for row in atlas_rows() if row["pos_emb"] in ("alibi", "fox")]
-    newer = [
-        with_facts(row, {"split": "1,1,0", "text": "new", "region": "new", "perplexity": value})
-        for row, value in ((rows[0], 20.0), (rows[0], 16.0))
-        if row
+    """The version of the text with more seeds counts, and the other where it is the only one."""
+    older = on_text("alibi", "A", dict.fromkeys((1, 2, 3), 10.0))
+    older += on_text("fox", "A", {1: 8.0, 2: 10.0, 3: 12.5})
+    newer = on_text("alibi", "B", {1: 20.0}) + on_text("fox", "B", {1: 80.0})
+    newer += on_text("mine", "B", {1: 16.0}) + on_text(
+        "alibi", "B", {1: 30.0}, window="train_length"
+    )
+    for rows in (older + newer, newer + older):
+        text = standings(rows).cells["text"]
+        assert text["mine"] == "125¹"
+        assert text["alibi"] == "100 ± 0"
+        assert text["fox"] == f"102 ± {statistics.stdev((125, 100, 80)):.0f}"
+
+
+def test_an_encoding_that_the_reference_does_not_share_a_text_with_has_no_line():
+    rows = on_text("alibi", "A", {1: 10.0}) + on_text("mine", "B", {1: 8.0})
+    rows += on_text("mine", "B", {1: 9.0}, window="train_length")
+    assert standings(rows).cells.index.tolist() == ["alibi"]
+    assert "mine" not in standings(rows).table().text()
+
+
+def test_rows_of_an_entry_that_ran_again_replace_its_rows(tmp_path):
+    rows = lines("atlas/entries/dynamic_position_bias.jsonl")
+    again = [
+        {key: value for key, value in row.items() if key != "checksum"}
+        | {"config_hash": "0123456789ab", "token_accuracy": 0.25, "loss": 1.0}
+        for row in rows
+        if row["corpus"] == "task:recall"
     ]
-    facts = {"protocol": "tail", "length": 4096, "train_length": 128, "seed": 1, "loss": 3.0}
-    newer = [
-        with_facts(row, facts | {"cell": {"encoding": name}, "pos_emb": name})
-        for row, name in zip(newer, ("alibi", "mine"), strict=True)
-    ]
-    atlas = standings([*rows, *newer])
-    assert atlas.cells.loc["mine", "text"] == "125¹"
-    assert atlas.cells.loc["alibi", "text"] == "100 ± 0"
+    file = tmp_path / "again.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in again))
+    atlas = standings(atlas_rows([file]))
+    assert atlas.cells.loc["dynamic_position_bias", "recall"] == "25 ± 0"
+    before = standings(atlas_rows()).cells.loc["dynamic_position_bias"]
+    assert (atlas.cells.loc["dynamic_position_bias", PARTS[:3]] == before[PARTS[:3]]).all()
 
 
 def test_an_entry_must_win_by_p_below_a_hundredth():

@@ -49,6 +49,19 @@ def test_without_a_window_it_is_undefined():
     assert effective_lengths(rows("rotary", {512: 9.0})) == {}
 
 
+def test_each_text_and_protocol_has_a_table_of_its_own():
+    losses = [[20, 10, 20], [20, 10.1, 20], [20, 9.9, 20]]
+    windows = (15, 15, 15)
+    texts = of(losses, windows) + of(losses, windows, corpus="github")
+    texts += of(losses, windows, tail=32)
+    tables = tables_of_effective_lengths(texts)
+    assert [(table.title, table.body[0][:2]) for table in tables] == [
+        ("effective length, stdlib valid: tail, tail 64", ["rotary", "256"]),
+        ("effective length, github valid: tail", ["rotary", "256"]),
+        ("effective length, stdlib valid: tail, tail 32", ["rotary", "256"]),
+    ]
+
+
 def test_the_committed_rows_agree_with_scipy():
     measured = [row for row in read_rows(CONTEXT) if row["protocol"] == "tail"]
     lengths = effective_lengths(measured)

@@ -200,13 +200,16 @@ def test_rows_within_trainings_are_collected_with_their_cells_in_a_file_of_their
     text = f"{settings}grid: {{pos_emb: [alibi, t5], seed: [1]}}\n"
     sweep = sweep_of(tmp_path, text)
     for cell in sweep.cells:
-        facts = {"protocol": "tail", "config_hash": cell.config.hash, "step": 2}
-        measured = rows(cell.config.position.pos_emb, {512: 9.0}, **facts)
-        measured += rows("rotary", {512: 9.0}, **facts | {"config_hash": "0123456789ab"})
-        write_lines(cell.folder / "evaluation" / "text-valid-global_step2-tail.jsonl", measured)
+        for step in (2, 10):
+            facts = {"protocol": "tail", "config_hash": cell.config.hash, "step": step}
+            measured = rows(cell.config.position.pos_emb, {512: 9.0}, **facts)
+            measured += rows("rotary", {512: 9.0}, **facts | {"config_hash": "0123456789ab"})
+            name = f"text-valid-global_step{step}-tail.jsonl"
+            write_lines(cell.folder / "evaluation" / name, measured)
     assert collect(sweep) == []
     collected = read_rows([sweep.folder / "training.jsonl"])
-    assert [row["cell"] for row in collected] == [cell.values for cell in sweep.cells]
-    assert [row["pos_emb"] for row in collected] == ["alibi", "t5"]
+    assert [row["cell"] for row in collected[::2]] == [cell.values for cell in sweep.cells]
+    measured = [(row["pos_emb"], row["step"]) for row in collected]
+    assert measured == [("alibi", 2), ("alibi", 10), ("t5", 2), ("t5", 10)]
     with pytest.raises(UserError, match="extrapolation: --protocol: invalid choice: 'tails'"):
         sweep_of(tmp_path, text.replace("protocol: tail,", "protocol: tails,"))

@@ -66,6 +66,10 @@ def test_an_entry_is_trained_placed_and_checked(sweep, entry, forks, tmp_path):
     missing = forks.run(WARM, "check", *words)
     assert missing.returncode == 1
     assert "mine-2: 1 rows of configuration" in missing.stderr
+    stray = rows[0] | {"config_hash": "0123456789ab"}
+    stray.pop("checksum", None)
+    beside.write_text(results + json.dumps(stray) + "\n")
+    assert "rows of other configurations" in forks.run(WARM, "check", *words).stderr
     beside.write_text(results)
     entry.write_text(ENTRY.replace("-distance", "-2 * distance"))  # other code than the rows'
     assert "0 rows of configuration" in forks.run(WARM, "check", *words).stderr
@@ -100,7 +104,7 @@ def test_yaml_takes_the_keys_of_an_encoding_only(sweep, tmp_path):
 def test_an_entry_has_a_name_of_its_own(sweep, tmp_path):
     entry = tmp_path / "rotary.yml"
     entry.write_text("pos_emb: rotary\npos_emb_args: {base: 500000}\n")
-    with pytest.raises(UserError, match="--entry: rotary is an encoding of this sweep - rename"):
+    with pytest.raises(UserError, match="--entry: rotary is an encoding of ours - rename"):
         load_sweep(sweep, entry=entry)
     assert load_sweep(sweep, entry=ROOT / "configs/pos_emb/rotary.yml").cells  # more seeds of ours
 
