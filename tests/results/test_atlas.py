@@ -95,8 +95,8 @@ def test_an_encoding_on_a_newer_text_is_compared_with_the_reference_on_the_same(
 
 
 def test_an_encoding_that_the_reference_does_not_share_a_text_with_has_no_line():
-    rows = on_text("alibi", "A", {1: 10.0}) + on_text("mine", "B", {1: 8.0})
-    rows += on_text("mine", "B", {1: 9.0}, window="train_length")
+    rows = on_text("alibi", "A", {1: 10.0}) + on_text("mine", "B", {1: 8.0, 2: 8.1, 3: 8.2})
+    rows += on_text("mine", "B", {1: 9.0, 2: 9.1, 3: 9.2}, window="train_length")
     assert standings(rows).cells.index.tolist() == ["alibi"]
     assert "mine" not in standings(rows).table().text()
 
@@ -111,6 +111,9 @@ def test_rows_of_an_entry_that_ran_again_replace_its_rows(tmp_path):
     ]
     file = tmp_path / "again.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in again))
+    *_, recall, _ = decided("dynamic_position_bias", ["alibi"], atlas_rows([file])).body
+    assert recall[0].startswith("recall")
+    assert recall[1] != "no rows"
     atlas = standings(atlas_rows([file]))
     assert atlas.cells.loc["dynamic_position_bias", "recall"] == "25 ± 0"
     before = standings(atlas_rows()).cells.loc["dynamic_position_bias"]
