@@ -17,7 +17,7 @@ INSTALLED := $(VENV)/installed
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-data demo-mep_free demo-rotary test test-docs gpu-check gpu-check-1 gpu-check-2 gpu-check-3 fuzz faults results results-cpu results-tasks results-abacus results-atlas results-longer results-context results-recipe results-growth results-sinks results-documents results-pretrained pictures encodings lint format docs docs-site clean
+.PHONY: demo demo-data demo-mep_free demo-rotary test test-docs gpu-check gpu-check-1 gpu-check-2 gpu-check-3 fuzz faults results results-cpu results-tasks results-abacus results-atlas results-longer results-larger results-context results-recipe results-growth results-sinks results-documents results-pretrained pictures encodings lint format docs docs-site clean
 
 # Everything goes through the commands that a user types. The results are in demo/; an interrupted demo continues where
 # it was. Both encodings are trained at the same time, each on its share of the cores.
@@ -138,6 +138,7 @@ faults: $(INSTALLED)
 #   make results PART=context   twelve encodings that copy from beyond their training length: nine hours of one core
 #   make results PART=atlas     every encoding on the text of context and four tasks, without what docs/results/atlas has
 #   make results PART=longer    six encodings of the atlas with four times its steps: 16 hours of one core
+#   make results PART=larger    five encodings of the atlas with 4 and 16 times its parameters: 26 hours of one core
 #   make results PART=recipe    five encodings under eight recipes on code and two tasks: seven hours of one core
 #   make results PART=growth    three encodings whose windows grow or not: five hours of one core
 #   make results PART=sinks     rotary and ALiBi with windows and learned sinks: three and a half hours of one core
@@ -162,7 +163,7 @@ $(CONTEXT).idx: | $(INSTALLED)
 	$(PY) prepare_data.py repeats -t HFTokenizer --vocab-file data/environment/tokenizer.json
 	$(PY) tools/merge_data.py data/repeats/repeats_text_document data/environment/environment_text_document -o $(CONTEXT)
 
-results-context results-longer results-recipe results-growth: $(CONTEXT).idx
+results-context results-longer results-larger results-recipe results-growth: $(CONTEXT).idx
 	$(PY) tools/sweep.py run configs/sweeps/$(@:results-%=%).yml --jobs 2
 	$(REPORT)
 
