@@ -55,7 +55,7 @@ def atlas_rows(more: Iterable[Path] = ()) -> list[Row]:
     A row of `more` replaces that of the same encoding, seed and text: an entry that was run again.
     """
     files = [*FOLDER.glob("context/*.jsonl"), *FOLDER.glob("atlas/**/*.jsonl")]
-    files += [FOLDER / "tasks" / f"{task}.jsonl" for task in TASKS]
+    files += [FOLDER / f"tasks/{task}.jsonl" for task in TASKS]
     rows = {}
     for row in read_rows([*sorted(files), *more]):
         name = cell_of(row).get("pos_emb") or encoding_of(row)
@@ -122,13 +122,12 @@ def standings(rows: Sequence[Row]) -> Standings:
 
     by_name = values.groupby("name")
     means = by_name.mean()
-    order = means[PARTS].agg(["count", "mean"], axis=1).join(means[SCORE])
-    order = order.sort_values([SCORE, "count", "mean"], ascending=False)
+    order = means.assign(count=means.count(axis=1)).sort_values([SCORE, "count"], ascending=False)
     cells = by_name.agg(over_seeds).loc[order.index]
     lengths = {}
     for label, (text, _, differences) in effective.items():
         seeds = max(len(difference.by_seed) for difference in differences.values())
-        lengths[label.partition(",")[0]] = text if seeds > 1 else text + ONE_SEED
+        lengths[label.partition(",")[0]] = text + ONE_SEED * (seeds == 1)
     cells[EFFECTIVE] = pd.Series(lengths).reindex(cells.index, fill_value="")
     return Standings(values, cells, curves)
 

@@ -15,13 +15,17 @@ def texts():
     return atlas()
 
 
+@pytest.fixture(scope="module")
+def measured():
+    return standings(atlas_rows())
+
+
 def test_the_pages_are_up_to_date(texts):
     for ending, text in texts.items():
         assert ATLAS[ending].read_text(encoding="utf-8") == text, "run: make docs"
 
 
-def test_both_have_a_line_with_every_number_of_an_encoding(texts):
-    measured = standings(atlas_rows())
+def test_both_have_a_line_with_every_number_of_an_encoding(texts, measured):
     with COSTS.open(encoding="utf-8") as file:
         costs = {line["pos_emb"]: line for line in csv.DictReader(file)}
     guide = texts[".md"].partition("## Guide")[2].partition("## What they reach")[0]
@@ -39,11 +43,11 @@ def test_both_have_a_line_with_every_number_of_an_encoding(texts):
             assert re.search(rf"\| \[{name}\].* \| {' [|] '.join(times)} \|", texts[".md"])
 
 
-def test_a_curve_has_its_lengths_in_doublings(texts):
+def test_a_curve_has_its_lengths_in_doublings(texts, measured):
     """From 128 to 4,096 tokens of text, where perplexities of 10 and of 200 are the edges."""
     (line,) = re.findall("<tr class=[^>]*><td>rotary</td>.*?</tr>", texts[".html"], re.DOTALL)
     text, recall = (re.findall('points="(.*?)"', line)[column] for column in (0, 3))
-    curves = standings(atlas_rows()).curves.loc["rotary"]
+    curves = measured.curves.loc["rotary"]
     lengths = {0: 128, 32: 512, 48: 1024, 64: 2048, 80: 4096}
     assert (len(text.split()), len(recall.split())) == (5, 6)
     for point in text.split():

@@ -16,8 +16,13 @@ RESULTS = ROOT / "docs" / "results"
 
 
 @pytest.fixture(scope="module")
-def atlas():
-    return standings(atlas_rows())
+def committed():
+    return atlas_rows()
+
+
+@pytest.fixture(scope="module")
+def atlas(committed):
+    return standings(committed)
 
 
 def lines(*names):
@@ -101,7 +106,7 @@ def test_an_encoding_that_the_reference_does_not_share_a_text_with_has_no_line()
     assert "mine" not in standings(rows).table().text()
 
 
-def test_rows_of_an_entry_that_ran_again_replace_its_rows(tmp_path):
+def test_rows_of_an_entry_that_ran_again_replace_its_rows(atlas, tmp_path):
     rows = lines("atlas/entries/dynamic_position_bias.jsonl")
     again = [
         {key: value for key, value in row.items() if key != "checksum"}
@@ -111,16 +116,17 @@ def test_rows_of_an_entry_that_ran_again_replace_its_rows(tmp_path):
     ]
     file = tmp_path / "again.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in again))
-    *_, recall, _ = decided("dynamic_position_bias", ["alibi"], atlas_rows([file])).body
+    replaced = atlas_rows([file])
+    *_, recall, _ = decided("dynamic_position_bias", ["alibi"], replaced).body
     assert recall[0].startswith("recall")
     assert recall[1] != "no rows"
-    atlas = standings(atlas_rows([file]))
-    assert atlas.cells.loc["dynamic_position_bias", "recall"] == "25 ± 0"
-    before = standings(atlas_rows()).cells.loc["dynamic_position_bias"]
-    assert (atlas.cells.loc["dynamic_position_bias", PARTS[:3]] == before[PARTS[:3]]).all()
+    before = atlas.cells.loc["dynamic_position_bias"]
+    after = standings(replaced).cells.loc["dynamic_position_bias"]
+    assert after["recall"] == "25 ± 0" != before["recall"]
+    assert (after[PARTS[:3]] == before[PARTS[:3]]).all()
 
 
-def test_an_entry_must_win_by_p_below_a_hundredth():
+def test_an_entry_must_win_by_p_below_a_hundredth(committed):
     """FoX beats kerple_log on flip-flop by 0.01 < p < 0.05: that's undecided here."""
     shares = {
         (row["cell"]["encoding"], row["seed"]): row["token_accuracy"]
@@ -130,15 +136,15 @@ def test_an_entry_must_win_by_p_below_a_hundredth():
     differences = [shares["fox", seed] - shares["kerple_log", seed] for seed in (1235, 1236, 1237)]
     p = ttest_1samp(differences, 0).pvalue
     assert 0.01 < p < 0.05
-    verdicts = {line[0]: line[1:] for line in decided("fox", ["kerple_log"], atlas_rows()).body}
+    verdicts = {line[0]: line[1:] for line in decided("fox", ["kerple_log"], committed).body}
     assert len(verdicts) == len(PARTS)
     word, _, shown, needed = verdicts["flip_flop: fox, kerple_log"]
     assert (word, shown, needed) == ("undecided", f"{p:.3f}", "4 seeds")
     assert verdicts["induction: fox, kerple_log"][0] == "fails"
 
 
-def test_the_entry_of_the_page_beats_alibi_on_text():
-    text, *_ = decided("dynamic_position_bias", ["alibi"], atlas_rows()).body
+def test_the_entry_of_the_page_beats_alibi_on_text(committed):
+    text, *_ = decided("dynamic_position_bias", ["alibi"], committed).body
     ours = lines("atlas/entries/dynamic_position_bias.jsonl", "atlas/text.jsonl")
     far = {
         (row["pos_emb"], row["seed"]): row["loss"]
