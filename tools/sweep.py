@@ -140,6 +140,9 @@ def check(sweep: Sweep, entry: Path | None) -> int:
     if entry is None:
         raise UserError("check: needs --entry FILE, with its rows in FILE's name .jsonl")
     rows = read_rows([entry.with_suffix(".jsonl")])
+    measured = collections.defaultdict(list)
+    for row in rows:
+        measured[row["config_hash"]].append(row["length"])
     faults = []
     for cell in sweep.cells:
         expected = [
@@ -147,13 +150,13 @@ def check(sweep: Sweep, entry: Path | None) -> int:
             for call in cell.evaluations
             for length in call.options.get("lengths", cell.config.evaluation.eval_lengths)
         ]
-        lengths = [row["length"] for row in rows if row["config_hash"] == cell.config.hash]
+        lengths = measured.pop(cell.config.hash, [])
         if sorted(lengths) != sorted(expected):
             faults.append(
                 f"{cell.name}: {len(lengths)} rows of configuration {cell.config.hash}, not"
                 f" {len(expected)} - run the sweep with this entry"
             )
-    if {row["config_hash"] for row in rows} - {cell.config.hash for cell in sweep.cells}:
+    if measured:
         faults.append("rows of other configurations than this entry's - delete them")
     texts = {identity(row, PLACE): row.get("text") for row in atlas_rows()}
     for row in rows:

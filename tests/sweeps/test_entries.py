@@ -62,14 +62,13 @@ def test_an_entry_is_trained_placed_and_checked(sweep, entry, forks, tmp_path):
     beside.write_text(results)
     assert forks.run(WARM, "check", *words).stdout.endswith("2 rows of 1 cells follow the rules\n")
 
-    beside.write_text("\n".join(results.splitlines()[1:]) + "\n")
-    missing = forks.run(WARM, "check", *words)
-    assert missing.returncode == 1
-    assert "mine-2: 1 rows of configuration" in missing.stderr
     stray = rows[0] | {"config_hash": "0123456789ab"}
-    stray.pop("checksum", None)
-    beside.write_text(results + json.dumps(stray) + "\n")
-    assert "rows of other configurations" in forks.run(WARM, "check", *words).stderr
+    del stray["checksum"]
+    beside.write_text("\n".join([*results.splitlines()[1:], json.dumps(stray)]) + "\n")
+    wrong = forks.run(WARM, "check", *words)
+    assert wrong.returncode == 1
+    assert "mine-2: 1 rows of configuration" in wrong.stderr
+    assert "rows of other configurations" in wrong.stderr
     beside.write_text(results)
     entry.write_text(ENTRY.replace("-distance", "-2 * distance"))  # other code than the rows'
     assert "0 rows of configuration" in forks.run(WARM, "check", *words).stderr
