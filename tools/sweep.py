@@ -208,11 +208,12 @@ def plan(
 
 def absent_data(sweep: Sweep, states: Sequence[State]) -> list[str]:
     """A line for each missing corpus, with the command that makes it."""
-    waiting = [
-        cell for cell, state in zip(sweep.cells, states, strict=True) if state.kind != "done"
-    ]
     prefixes = {
-        path for cell in waiting for key in DATA_PATHS for path in as_list(cell.config[key])
+        path
+        for cell, state in zip(sweep.cells, states, strict=True)
+        if state.kind != "done"
+        for key in DATA_PATHS
+        for path in as_list(cell.config[key])
     }
     return [
         f"data are missing: {prefix} - {preparing(prefix)}"

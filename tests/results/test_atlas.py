@@ -143,6 +143,30 @@ def test_an_entry_must_win_by_p_below_a_hundredth(committed):
     assert verdicts["induction: fox, kerple_log"][0] == "fails"
 
 
+@pytest.mark.parametrize(
+    ("better", "worse", "task", "says"),
+    [
+        ("fox", "alibi", "needle", "FoX beats ALiBi (p 0.009)"),
+        ("scale_invariant", "fox", "recall", "both beat FoX (p < 0.001)"),
+        ("t5", "fox", "recall", "both beat FoX (p < 0.001)"),
+    ],
+)
+def test_the_guide_says_what_is_decided(committed, better, worse, task, says):
+    files = [*RESULTS.glob(f"*/{task}.jsonl")]
+    shares = {
+        (row["pos_emb"], row["seed"]): row["token_accuracy"]
+        for row in lines(*files)
+        if row["length"] == 1024 and row["step"] == 1000 and row["sweep"] in ("tasks", "atlas")
+    }
+    differences = [shares[better, seed] - shares[worse, seed] for seed in (1235, 1236, 1237)]
+    p = ttest_1samp(differences, 0).pvalue
+    assert statistics.mean(differences) > 0
+    assert f"p {'< 0.001' if p < 0.001 else f'{p:.3f}'})" in says
+    verdicts = {line[0]: line[1] for line in decided(better, [worse], committed).body}
+    assert verdicts[f"{task}: {better}, {worse}"] == "holds"
+    assert says in (ROOT / "docs" / "atlas.md").read_text(encoding="utf-8")
+
+
 def test_the_entry_of_the_page_beats_alibi_on_text(committed):
     text, *_ = decided("dynamic_position_bias", ["alibi"], committed).body
     ours = lines("atlas/entries/dynamic_position_bias.jsonl", "atlas/text.jsonl")
