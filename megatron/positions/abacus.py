@@ -17,7 +17,7 @@ class Abacus(Position):
     Places count from 1; other tokens get weight[0]. Numbers must be written with the ones first. In
     training each pass draws k from 0 … max_k, so that the model also learns places beyond those of
     its longest numbers. In evaluation k is 0. The paper (arXiv 2405.17399) combines it with another
-    encoding: use `sum` of abacus and none, rotary or fire. With `separators` it is position
+    encoding, as `sum` of abacus and none, rotary or fire does. With `separators` it is position
     coupling (arXiv 2405.20671): each text draws its own k from 1 on, and k is also the row of the
     separators. In evaluation k is 1.
 

@@ -16,7 +16,7 @@ class T5(DistanceBias):
     The weights start Xavier-normal, as in GPT-NeoX (`rpe`).
 
     num_buckets: half of the buckets hold one distance each, the others grow logarithmically
-    max_distance: distance at which the last bucket begins
+    max_distance: from this distance on, all are in the last bucket
     """
 
     fork = Fork({"weight": "weight"})
