@@ -530,7 +530,7 @@ class ZeroOptimization(Section):
 
 
 class Parallel(Section):
-    """Several devices. These keys change nothing but rounding and dropout masks."""
+    """Several devices. With the same windows in a step, only rounding and dropout masks change."""
 
     zero_optimization: ZeroOptimization = Field(default_factory=ZeroOptimization)
     pipe_parallel_size: Annotated[Int, Field(ge=0, le=1)] = 1

@@ -199,10 +199,9 @@ class TokenFile:
 
 def preparing(prefix: str) -> str:
     """The command that makes the token files of a prefix."""
-    path = Path(prefix)
-    name = path.name.removesuffix("_text_document")
-    if (ROOT / f"configs/data/{name}.yml").exists():
-        return f"python prepare_data.py {name} -d {path.parent.parent} (sizes: --list)"
+    name = Path(prefix).name.removesuffix("_text_document")
+    if os.path.exists(ROOT / "configs" / "data" / f"{name}.yml"):
+        return f"python prepare_data.py {name} (sizes: --list)"
     return f"python prepare_data.py --input FILES --name {name}"
 
 

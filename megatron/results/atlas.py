@@ -127,7 +127,7 @@ def standings(rows: Sequence[Row]) -> Standings:
     lengths = {}
     for label, (text, _, differences) in effective.items():
         seeds = max(len(difference.by_seed) for difference in differences.values())
-        lengths[label.partition(",")[0]] = text + ONE_SEED * (seeds == 1)
+        lengths[label.partition(",")[0]] = text if seeds > 1 else text + ONE_SEED
     cells[EFFECTIVE] = pd.Series(lengths).reindex(cells.index, fill_value="")
     return Standings(values, cells, curves)
 

@@ -135,6 +135,7 @@ def facts_of_line(text: bytes, kind: type) -> Facts:
             " remove its key checksum)"
         )
     # Most lines show at once that they have none, and hold thousands of numbers.
-    if (b"\\" in text or not text.decode().isprintable()) and (fault := control_fault(facts)):
+    printable = b"\\" not in text and text.decode(errors="replace").isprintable()
+    if not printable and (fault := control_fault(facts)):
         raise ValueError(fault)
     return facts
