@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 
 from megatron.conformance.subject import VOCAB, Subject, random_ids
 from megatron.positions import REGISTRY
-from tests.encodings import SAMPLE
+from tests.encodings import FEW
 from tests.support import NEEDED
 
 LENGTH = 48
@@ -41,7 +41,7 @@ def loss_and_gradients(gpt):
     return {"loss": loss.detach(), **gradients}
 
 
-@pytest.mark.parametrize("name", marked(REGISTRY, SAMPLE))
+@pytest.mark.parametrize("name", marked(REGISTRY, FEW))
 def test_equal_layers_are_one_graph_for_every_encoding(name):
     gpt = Subject(name, OPTIONS.get(name, {})).gpt("eager", layers=3).train()
     plain = loss_and_gradients(gpt)

@@ -21,7 +21,7 @@ from megatron.parallel.grid import Grid, connect
 from megatron.positions import REGISTRY
 from megatron.training.optimizer import build_optimizer, learning_rate
 from megatron.training.trainer import Trainer
-from tests.encodings import SAMPLE
+from tests.encodings import FEW, SAMPLE
 from tests.support import of_encoding
 
 LENGTH, END, MICRO, STEPS = 32, 0, 2, 3
@@ -207,9 +207,9 @@ def shared(name: str) -> bool:
 def compare_stages(grid, results: dict, *, everything: bool) -> None:
     """Losses, norms and gradients of steps with clipping, beside torch alone.
 
-    everything: every encoding with each exchange at each stage; else one of them for each signature
+    everything: every encoding with each exchange at each stage; else a few, each with one of them
     """
-    names = [name for name in (sorted(REGISTRY) if everything else SAMPLE) if shared(name)]
+    names = [name for name in (sorted(REGISTRY) if everything else FEW) if shared(name)]
     for index, name in enumerate(names):
         several = list(itertools.product(("a2a", "all_gather"), range(4)))
         for kind, stage in several if everything else [several[index % 8]]:

@@ -11,7 +11,7 @@ from megatron.errors import UserError
 from megatron.model import from_config
 from megatron.positions import REGISTRY, Shape
 from megatron.positions.base import Position
-from tests.encodings import SAMPLE
+from tests.encodings import FEW, SAMPLE
 from tests.parallel import context_ranks as ranks
 from tests.training.conftest import grid, records, tiny  # noqa: F401
 
@@ -32,7 +32,7 @@ def test_two_ranks_have_the_losses_and_gradients_of_one(forks, grid, tmp_path): 
     assert len(results["models"]) == 2 * len(sample | ranks.OPTIONS.keys())
     for case, difference in results["models"].items():
         assert difference <= EXACT, case
-    assert len(results["stages"]) == len(sample)
+    assert len(results["stages"]) == len({*FEW} - REFUSED) > 8  # each stage with each exchange
     check_stages(results["stages"])
     alone = {}
     for name, kind, stage in ranks.ENGINES:
