@@ -287,7 +287,7 @@ def test_mistakes_of_a_model_are_found(monkeypatch):
 
 
 def test_check_raises_with_the_table():
-    check(halves, "rotary", head_dim=32, base=10000.0, length=1024)
+    check(halves, "rotary", head_dim=32, base=10000.0)
     with pytest.raises(AssertionError, match=r"FAIL  Slopes of ALiBi(.|\n)*0\.63 for 0\.5"):
         check(geometric, length=1024)
     with pytest.raises(AssertionError, match="relative difference"):

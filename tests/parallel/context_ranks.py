@@ -1,7 +1,7 @@
 """What two ranks that share each text compute, beside one process alone: run on both ranks.
 
-context_ranks.py FILE [stages] writes for each case how far losses and gradients differ, over one
-encoding of each signature; with `stages` for every encoding at every ZeRO stage.
+context_ranks.py FILE [stages] writes for each case how far losses and gradients differ: models over
+one encoding of each signature, trainings over a few; with `stages` every encoding at every stage.
 """
 
 import itertools
