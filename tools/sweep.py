@@ -161,8 +161,10 @@ def check(sweep: Sweep, entry: Path | None) -> int:
     texts = {identity(row, PLACE): row.get("text") for row in atlas_rows()}
     for row in rows:
         if texts.get(identity(row, PLACE)) not in (None, row.get("text")):
-            place = f"{row.get('corpus')} at {row['length']}"
-            faults.append(f"{place}: another text - prepare the data by `make results PART=atlas`")
+            faults.append(
+                f"{row.get('corpus')} at {row['length']}: another text - prepare the data by `make"
+                " results PART=atlas`"
+            )
     if faults:
         raise UserError("\n".join([f"{entry} is no entry yet:", *faults]))
     print(f"{entry}: {len(rows)} rows of {len(sweep.cells)} cells follow the rules")
@@ -193,9 +195,11 @@ def plan(
         devices = jobs or 1
         to_train = hours(training, device_name) / devices
         to_evaluate = hours(evaluation, device_name) / devices
-        time = f"time: {to_train + to_evaluate:,.2f} hours on {devices} x {device_name}"
-        time += f", {to_train:,.2f} to train and {to_evaluate:,.2f} to evaluate"
-        time += f" (assumed: {UTILISATION:.0%} of its data sheet's peak for each number format)"
+        time = (
+            f"time: {to_train + to_evaluate:,.2f} hours on {devices} x {device_name},"
+            f" {to_train:,.2f} to train and {to_evaluate:,.2f} to evaluate"
+            f" (assumed: {UTILISATION:.0%} of its data sheet's peak for each number format)"
+        )
     lines = [
         status(sweep, states)[0],
         f"to do: train on {tokens / 1e6:,.1f} million tokens ({sum(training.values()):.2e} FLOP),"

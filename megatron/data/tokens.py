@@ -199,10 +199,12 @@ class TokenFile:
 
 def preparing(prefix: str) -> str:
     """The command that makes the token files of a prefix."""
-    name = Path(prefix).name.removesuffix("_text_document")
+    path = Path(prefix)
+    name = path.name.removesuffix("_text_document")
+    corpus = f"--input FILES --name {name}"
     if os.path.exists(ROOT / "configs" / "data" / f"{name}.yml"):
-        return f"python prepare_data.py {name} (sizes: --list)"
-    return f"python prepare_data.py --input FILES --name {name}"
+        corpus = f"{name} (sizes: --list)"
+    return f"python prepare_data.py -d {path.parent.parent} {corpus}"
 
 
 def verify(prefix: str | Path) -> str:

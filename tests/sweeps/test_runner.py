@@ -209,5 +209,5 @@ def test_a_table_of_ones_own_stands_beside_what_its_sweep_measured(file, whole, 
     assert "missing cells have no rows in" in done.stdout  # those there are of another sweep
     done = call("tools/reproduce.py", "kerple-table5", "--folder", file.parent / "new", "--run")
     assert done.returncode == 1
-    assert "arxiv_text_document - python prepare_data.py arxiv (sizes" in done.stderr
+    assert "arxiv_text_document - python prepare_data.py -d data arxiv (sizes" in done.stderr
     assert not (file.parent / "new").exists()
