@@ -49,12 +49,23 @@ def main(argv: list[str] | None = None) -> int:
     add("what", choices=("run", "status", "collect", "check"))
     add("file", type="path", help="a file as in configs/sweeps, or the name of one there")
     add("--folder", type=Path, metavar="DIR", help="folder of the runs; default: runs/sweeps/NAME")
-    only = "AXIS=VALUE[,VALUE]"
-    add("--only", nargs="+", default=[], metavar=only, help="run only some cells of the grid")
-    skip = "skip the cells that have rows in these files"
+    add(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="AXIS=VALUE[,VALUE]",
+        help="run only some cells of the grid",
+    )
     entries = "your encoding in place of the sweep's: Python that registers it, or YAML"
     add("--entry", type=Path, metavar="FILE", help=entries)
-    add("--skip", type=Path, nargs="+", default=[], metavar="FILE", help=skip)
+    add(
+        "--skip",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="skip the cells that have rows in these files",
+    )
     add("--dry-run", action="store_true", help="show the plan and its cost, and run nothing")
     jobs = "runs at a time; default: one per GPU, or one"
     add("--jobs", type=number(1, 10**4), metavar="N", help=jobs)
@@ -106,8 +117,10 @@ def main(argv: list[str] | None = None) -> int:
         if (state := state_of(cell)).kind != "done"
     ]
     if missing:
-        title = f"{len(missing)} of {len(sweep.cells)} cells are missing:"
-        print("\n  ".join([title, *missing]), file=sys.stderr)
+        print(
+            "\n  ".join([f"{len(missing)} of {len(sweep.cells)} cells are missing:", *missing]),
+            file=sys.stderr,
+        )
     if runner.stopping:
         return 130
     if entry and sweep.results.exists():
@@ -185,9 +198,7 @@ def status(sweep: Sweep, states: Sequence[State]) -> list[str]:
     ]
 
 
-def plan(
-    sweep: Sweep, states: Sequence[State], jobs: int | None, device_name: str | None = None
-) -> str:
+def plan(sweep: Sweep, states: Sequence[State], jobs: int | None, device_name: str | None) -> str:
     """The cells that will run, and their cost."""
     tokens, training, evaluation = cost(sweep, states)
     time = "time: --device NAME shows it"

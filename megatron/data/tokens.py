@@ -204,7 +204,8 @@ def preparing(prefix: str) -> str:
     corpus = f"--input FILES --name {name}"
     if os.path.exists(ROOT / "configs" / "data" / f"{name}.yml"):
         corpus = f"{name} (sizes: --list)"
-    return f"python prepare_data.py -d {path.parent.parent} {corpus}"
+    folder = path.parents[1] if path.parent.name == name else "data"
+    return f"python prepare_data.py -d {folder} {corpus}"
 
 
 def verify(prefix: str | Path) -> str:

@@ -1,9 +1,18 @@
 """docs/positions.md and the pages of families are what the registry says, with every picture."""
 
+import inspect
 import re
 
 from megatron.positions import REGISTRY, options_of
-from megatron.report.catalogue import FAMILIES, FOLDER, PAGE, drawn, family_page, page
+from megatron.report.catalogue import (
+    FAMILIES,
+    FOLDER,
+    MEANING,
+    PAGE,
+    drawn,
+    family_page,
+    page,
+)
 from tests.support import ROOT
 
 
@@ -27,6 +36,14 @@ def test_the_pages_are_up_to_date_and_name_all_options():
     assert "also called `rpe`" in sections["t5"]
     assert "| `digits` | required | ids of the tokens" in sections["abacus"]
     assert "| `slope_factor` | 1.0 | multiplies every slope |" in sections["gaussian"]
+
+
+def test_only_lines_about_options_leave_a_docstring():
+    """A line of text that begins with `word:` would be taken for one, and not be shown."""
+    for name, encoding in REGISTRY.items():
+        found = MEANING.findall(inspect.cleandoc(encoding.__doc__ or ""))
+        words = {word for words, _ in found for word in words.split(", ")}
+        assert words <= options_of(name).keys(), name
 
 
 def test_a_row_names_the_file_that_defines_the_encoding():

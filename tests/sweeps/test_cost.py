@@ -56,7 +56,7 @@ def test_a_task_costs_its_own_vocabulary_and_windows_and_lacks_no_data(tmp_path)
 def test_a_plan_can_be_priced_for_another_device(sweep):
     assert "hours on 4 x h200, 0.00 to train" in plan(sweep, [HALF, DONE], 4, "h200")
     assert hours({"bf16": 0.35 * 125e12 * 3600}, "v100") == pytest.approx(1)  # it has no bf16
-    local_plan = plan(sweep, [HALF, DONE], 2)
+    local_plan = plan(sweep, [HALF, DONE], 2, None)
     assert local_plan.endswith("not included: downloads, tokenising, memory and disk")
     assert not absent_data(sweep, [DONE, DONE])
 
