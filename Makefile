@@ -169,6 +169,7 @@ results-context results-longer results-larger results-recipe results-growth: $(C
 
 results-atlas: $(CONTEXT).idx
 	$(PY) tools/sweep.py run configs/sweeps/atlas.yml --skip $(wildcard docs/results/atlas/*.jsonl) --jobs 2
+	$(PY) docs/results/atlas/collect.py
 
 results-sinks results-documents: $(INSTALLED)
 	$(MAKE) --no-print-directory demo-data

@@ -147,8 +147,10 @@ def test_an_entry_must_win_by_p_below_a_hundredth(committed):
     ("better", "worse", "task", "says"),
     [
         ("fox", "alibi", "needle", "FoX beats ALiBi (p 0.009)"),
-        ("scale_invariant", "fox", "recall", "both beat FoX (p < 0.001)"),
-        ("t5", "fox", "recall", "both beat FoX (p < 0.001)"),
+        ("scale_invariant", "fox", "recall", "each beats FoX (p < 0.001)"),
+        ("bam", "fox", "recall", "each beats FoX (p < 0.001)"),
+        ("cable", "fox", "recall", "each beats FoX (p < 0.001)"),
+        ("t5", "fox", "recall", "each beats FoX (p < 0.001)"),
     ],
 )
 def test_the_guide_says_what_is_decided(committed, better, worse, task, says):
@@ -167,21 +169,27 @@ def test_the_guide_says_what_is_decided(committed, better, worse, task, says):
     assert says in (ROOT / "docs" / "atlas.md").read_text(encoding="utf-8")
 
 
-def test_the_entry_of_the_page_beats_alibi_on_text(committed):
-    text, *_ = decided("dynamic_position_bias", ["alibi"], committed).body
-    ours = lines("atlas/entries/dynamic_position_bias.jsonl", "atlas/text.jsonl")
+@pytest.mark.parametrize(
+    ("name", "shown"), [("dynamic_position_bias", "0.003"), ("grape_a", "0.009"), ("bam", "")]
+)
+def test_the_page_says_which_beat_alibi_on_text(committed, name, shown):
+    text, *_ = decided(name, ["alibi"], committed).body
+    files = [RESULTS / "atlas/text.jsonl", *RESULTS.glob(f"atlas/entries/{name}.jsonl")]
     far = {
         (row["pos_emb"], row["seed"]): row["loss"]
-        for row in ours
+        for row in lines(*files)
         if row["protocol"] == "tail" and row["length"] == 4096 and not row.get("window")
     }
-    losses = [far["dynamic_position_bias", s] - far["alibi", s] for s in (1235, 1236, 1237)]
+    losses = [far[name, seed] - far["alibi", seed] for seed in (1235, 1236, 1237)]
     percent = 100 * (math.exp(statistics.mean(losses)) - 1)
+    p = ttest_1samp(losses, 0).pvalue
     assert text[2].startswith(f"{percent:.1f} % [")
-    assert text[1] == "holds"
-    assert text[3] == f"{ttest_1samp(losses, 0).pvalue:.3f}" == "0.003"
+    assert text[1] == ("holds" if p < 0.01 else "undecided") == ("holds" if shown else "undecided")
+    assert not shown or text[3] == f"{p:.3f}" == shown
     page = (ROOT / "docs" / "atlas.md").read_text(encoding="utf-8")
-    assert f"is {-percent:.1f} % below ALiBi's at 32 L (p 0.003, three seeds)" in page
+    assert "the entry and grape_a beat ALiBi (p 0.003, 0.009); bam undecided" in page
+    if name == "dynamic_position_bias":
+        assert f"is {-percent:.1f} % below ALiBi's at 32 L (p 0.003, three seeds)" in page
 
 
 def test_a_model_with_windows_of_its_own_has_no_effective_length(atlas):
