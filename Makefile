@@ -168,8 +168,8 @@ results-context results-longer results-larger results-recipe results-growth: $(C
 	$(REPORT)
 
 results-atlas: $(CONTEXT).idx
-	$(PY) tools/sweep.py run configs/sweeps/atlas.yml --skip $(wildcard docs/results/atlas/*.jsonl) --jobs 2
-	$(PY) docs/results/atlas/collect.py
+	$(PY) tools/sweep.py run configs/sweeps/atlas.yml --skip $(wildcard docs/results/atlas/*.jsonl) --jobs 2; \
+	status=$$?; $(PY) docs/results/atlas/collect.py; exit $$status
 
 results-sinks results-documents: $(INSTALLED)
 	$(MAKE) --no-print-directory demo-data
