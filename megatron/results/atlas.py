@@ -44,7 +44,8 @@ NOTES = (
 )
 NOTES_OF_ENTRY = (
     "at 32 L, paired by seed; holds: better, fails: worse, if p of the line < 0.01",
-    "no rows: not both on the same text, or windows of its own; *: fewer than three seeds, these weights only",
+    "no rows: not both on the same text, or windows of its own",
+    "*: fewer than three seeds, these weights only",
     "would decide: seeds for a power of 80 %, if the effect is as seen",
 )
 

@@ -266,6 +266,28 @@ def test_the_entry_of_the_page_beats_alibi_on_text(committed, page):
     assert f"is {-percent:.1f} % below ALiBi's at 32 L (p 0.003, three seeds)" in page
 
 
+def test_the_page_of_longer_training_says_where_seeds_end():
+    curves = {}
+    for row in lines("order/induction.jsonl"):
+        if row["length"] == 1024:
+            seeds = curves.setdefault(row["pos_emb"], {}).setdefault(row["seed"], {})
+            seeds[row["step"]] = round(100 * row["token_accuracy"])
+    page = " ".join((RESULTS / "order.md").read_text(encoding="utf-8").split())
+    highest = {name: [max(of.values()) for of in curves[name].values()] for name in curves}
+    ends = {name: [of[4000] for of in curves[name].values()] for name in curves}
+    steps = [max(of, key=of.get) for of in curves["fox"].values()]
+    assert steps == [1200, 2000, 1600]
+    for name, words in {
+        "fox": "FoX's seeds reach {}, {} and {} % at 32 L (steps 1200, 2000, 1600) and end at"
+        " {}, {} and {}.",
+        "alibi": "ALiBi reaches {}, {} and {}, and ends at {}, {} and {}.",
+    }.items():
+        assert words.format(*highest[name], *ends[name]) in page
+    assert (curves["mep_free"][1237][1600], ends["mep_free"]) == (100, [98, 100, 4])
+    assert ends["kerple_log"] == [100, 100, 100]
+    assert max(highest["t5"] + highest["rotary"]) < 15
+
+
 def test_a_model_with_windows_of_its_own_has_no_effective_length(atlas):
     assert atlas.cells.loc["rnope_swa", "effective length"] == ""
     assert atlas.cells.loc["rotary", "effective length"] == "none shown above 128"
