@@ -204,7 +204,7 @@ def preparing(prefix: str) -> str:
     corpus = f"--input FILES --name {name}"
     if os.path.exists(ROOT / "configs" / "data" / f"{name}.yml"):
         corpus = f"{name} (sizes: --list)"
-    folder = path.parents[1] if path.parent.name == name else "data"
+    folder = path.parent.parent if path.parent.name == name else "data"
     return f"python prepare_data.py -d {folder} {corpus}"
 
 
