@@ -195,17 +195,18 @@ def page():
 @pytest.mark.parametrize(
     ("better", "worse", "task", "limit", "says"),
     [
-        ("fox", "alibi", "needle", 0.01, "both beat ALiBi (p < 0.01)"),
-        ("scale_invariant", "fox", "recall", 0.001, "each beats FoX (p < 0.001), none ALiBi"),
-        ("bam", "fox", "recall", 0.001, "each beats FoX (p < 0.001), none ALiBi"),
-        ("cable", "fox", "recall", 0.001, "each beats FoX (p < 0.001), none ALiBi"),
-        ("t5", "fox", "recall", 0.001, "each beats FoX (p < 0.001), none ALiBi"),
+        (["fox"], "alibi", "needle", 0.01, "both beat ALiBi (p < 0.01)"),
+        (
+            ["t5", "scale_invariant", "bam", "cable"],
+            *("fox", "recall", 0.001),
+            "each beats FoX (p < 0.001), none ALiBi",
+        ),
     ],
 )
 def test_the_guide_says_what_is_decided(committed, p_of, page, better, worse, task, limit, says):
-    assert p_of(better, worse, task) < limit
-    verdicts = {line[0]: line[1] for line in decided(better, [worse], committed).body}
-    assert verdicts[f"{task}: {better}, {worse}"] == "holds"
+    assert all(p_of(name, worse, task) < limit for name in better)
+    verdicts = {line[0]: line[1] for line in decided(better[0], [worse], committed).body}
+    assert verdicts[f"{task}: {better[0]}, {worse}"] == "holds"
     assert says in page
 
 
@@ -245,8 +246,8 @@ def test_the_page_says_which_beat_alibi_on_text(committed, p_of, atlas, page):
     shown = [f"{p[name]:.3f}" for name in ("dynamic_position_bias", "bam", "grape_a")]
     entry, bam, grape_a = shown
     assert f"p against ALiBi {entry}, {bam} (undecided), {grape_a}" in page
-    verdicts = [decided(name, ["alibi"], committed).body[0] for name in ("bam", "grape_a")]
-    assert [(line[1], line[3]) for line in verdicts] == [("undecided", bam), ("holds", grape_a)]
+    line = decided("grape_a", ["alibi"], committed).body[0]
+    assert (line[1], line[3]) == ("holds", grape_a)
 
 
 def test_the_entry_of_the_page_beats_alibi_on_text(committed, page):
