@@ -10,8 +10,8 @@ python tools/sweep.py run atlas --entry my_encoding.py       your encoding among
 python tools/sweep.py check atlas --entry my_encoding.py     do the rows in my_encoding.jsonl fit?
 """
 
-import collections
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--device", choices=[*DEVICES], help="show the time on a device")
     options = parser.parse_args(argv)
 
-    faults: list[str] = []
+    faults = []
     resources_of_job = read_overrides(options.launcher_args, faults.append)
     if faults or (options.launcher == "local" and resources_of_job):
         raise UserError("--launcher-args: needs KEY=VALUE, and --launcher ray or slurm")
@@ -150,34 +150,32 @@ def place_of_entry(name: str, results: Path) -> str:
 
 def check(sweep: Sweep, entry: Path | None) -> int:
     """Check the rows beside an entry, in ENTRY.jsonl: their cells, lengths and texts."""
-    if entry is None:
+    if not entry:
         raise UserError("check: needs --entry FILE, with its rows in FILE's name .jsonl")
     rows = read_rows([entry.with_suffix(".jsonl")])
-    measured = collections.defaultdict(list)
-    for row in rows:
-        measured[row["config_hash"]].append(row["length"])
-    faults = []
-    for cell in sweep.cells:
-        expected = [
-            length
-            for call in cell.evaluations
-            for length in call.options.get("lengths", cell.config.evaluation.eval_lengths)
-        ]
-        lengths = measured.pop(cell.config.hash, [])
-        if sorted(lengths) != sorted(expected):
-            faults.append(
-                f"{cell.name}: {len(lengths)} rows of configuration {cell.config.hash}, not"
-                f" {len(expected)} - run the sweep with this entry"
-            )
-    if measured:
-        faults.append("rows of other configurations than this entry's - delete them")
+    measured = Counter((row["config_hash"], row["length"]) for row in rows)
+    measured.subtract(
+        (cell.config.hash, length)
+        for cell in sweep.cells
+        for call in cell.evaluations
+        for length in call.options.get("lengths", cell.config.evaluation.eval_lengths)
+    )
+    incomplete = {config_hash for config_hash, _ in -measured}
+    faults = [
+        f"{cell.name}: lacks rows of configuration {cell.config.hash} - run the sweep with this"
+        " entry"
+        for cell in sweep.cells
+        if cell.config.hash in incomplete
+    ]
+    if +measured:
+        faults.append("rows of other configurations than this entry's, or twice - delete them")
     texts = {identity(row, PLACE): row.get("text") for row in atlas_rows()}
-    for row in rows:
-        if texts.get(identity(row, PLACE)) not in (None, row.get("text")):
-            faults.append(
-                f"{row.get('corpus')} at {row['length']}: another text - prepare the data by `make"
-                " results PART=atlas`"
-            )
+    faults += [
+        f"{row.get('corpus')} at {row['length']}: not the atlas's text - prepare its data, and run"
+        " the sweep with this entry again"
+        for row in rows
+        if texts.get(identity(row, PLACE), text := row.get("text")) != text
+    ]
     if faults:
         raise UserError("\n".join([f"{entry} is no entry yet:", *faults]))
     print(f"{entry}: {len(rows)} rows of {len(sweep.cells)} cells follow the rules")
@@ -186,7 +184,7 @@ def check(sweep: Sweep, entry: Path | None) -> int:
 
 def status(sweep: Sweep, states: Sequence[State]) -> list[str]:
     """A line for the sweep, then one for each cell."""
-    kinds = collections.Counter(state.kind for state in states)
+    kinds = Counter(state.kind for state in states)
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     width = max(len(cell.name) for cell in sweep.cells)
     return [
@@ -231,7 +229,7 @@ def absent_data(sweep: Sweep, states: Sequence[State]) -> list[str]:
         for path in as_list(cell.config[key])
     }
     return [
-        f"data are missing: {prefix} - {preparing(prefix)}"
+        f"data are missing: {prefix} - {sweep.prepare or preparing(prefix)}"
         for prefix in sorted(prefixes)
         if not prefix.startswith(TASK_PREFIX) and not Path(f"{prefix}.idx").exists()
     ]

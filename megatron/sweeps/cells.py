@@ -44,6 +44,7 @@ class SweepFile(BaseModel, extra="forbid"):
     evaluate: for each label, configuration keys and options of evaluate.py, and `only`: which cells
         it applies to
     entry: values of axes for a user's own encoding; without them the sweep takes none
+    prepare: the command that makes its data, if prepare_data.py alone can't
     """
 
     base: list[str] = []
@@ -52,6 +53,7 @@ class SweepFile(BaseModel, extra="forbid"):
     exclude: list[Values] = []
     evaluate: dict[str, Values | None] = {}
     entry: dict[str, Axis] = {}
+    prepare: str = ""
 
 
 class EvaluationCall(NamedTuple):
@@ -96,12 +98,16 @@ class Cell:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All cells of a file, in running order. arguments: those of load_sweep that give it again"""
+    """All cells of a file, in running order.
+
+    arguments: those of load_sweep that give it again; prepare: the command that makes its data
+    """
 
     name: str
     arguments: Arguments
     folder: Path
     cells: tuple[Cell, ...]
+    prepare: str
 
     @property
     def results(self) -> Path:
@@ -197,7 +203,7 @@ def load_sweep(
         lines += [f"{cells[0]} ({len(cells)} cells): {fault}" for fault, cells in faults.items()]
         raise UserError("\n".join(lines))
     arguments = (file, home, tuple(only), entry)
-    return Sweep(file.stem, arguments, home, tuple(cells))
+    return Sweep(file.stem, arguments, home, tuple(cells), form.prepare)
 
 
 def with_entry(form: SweepFile, path: Path) -> SweepFile:

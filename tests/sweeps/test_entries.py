@@ -67,11 +67,11 @@ def test_an_entry_is_trained_placed_and_checked(sweep, entry, forks, tmp_path):
     beside.write_text("\n".join([*results.splitlines()[1:], json.dumps(stray)]) + "\n")
     wrong = forks.run(WARM, "check", *words)
     assert wrong.returncode == 1
-    assert "mine-2: 1 rows of configuration" in wrong.stderr
+    assert f"mine-2: lacks rows of configuration {rows[0]['config_hash']}" in wrong.stderr
     assert "rows of other configurations" in wrong.stderr
     beside.write_text(results)
     entry.write_text(ENTRY.replace("-distance", "-2 * distance"))  # other code than the rows'
-    assert "0 rows of configuration" in forks.run(WARM, "check", *words).stderr
+    assert "mine-2: lacks rows of configuration" in forks.run(WARM, "check", *words).stderr
 
 
 def test_rows_of_another_text_are_named(tmp_path, forks):
@@ -84,7 +84,7 @@ def test_rows_of_another_text_are_named(tmp_path, forks):
     entry.with_suffix(".jsonl").write_text(json.dumps(row | {"text": "0123456789abcdef"}) + "\n")
     done = forks.run(WARM, "check", "atlas", "--entry", entry)
     assert done.returncode == 1
-    assert f"task:needle at {row['length']}: another text - prepare the data" in done.stderr
+    assert f"task:needle at {row['length']}: not the atlas's text - prepare its data" in done.stderr
 
 
 def test_yaml_takes_the_keys_of_an_encoding_only(sweep, tmp_path):
