@@ -292,6 +292,37 @@ def test_the_page_of_longer_training_says_where_seeds_end():
     assert (min(falls, key=lambda fall: fall[1])[1], max(fall for _, fall in falls)) == (18, 96)
 
 
+def test_the_page_shows_a_pretrained_model_beside_the_atlas():
+    """At 8 L; context.md's rows have three seeds, and of `none` the atlas has one."""
+    pretrained = {
+        row["cell"]["encoding"]: row["perplexity"]
+        for row in lines("pretrained/encodings.jsonl")
+        if row["step"] and row["length"] == 8192
+    }
+    small = {}
+    files = ["context/1235.jsonl", "context/1236.jsonl", "context/1237.jsonl", "atlas/text.jsonl"]
+    for row in [row for file in files for row in lines(file)]:
+        if row["protocol"] == "tail" and row["length"] == 1024:
+            name = row["cell"].get("encoding") or row["cell"]["pos_emb"]
+            small[name, row["text"], row["seed"]] = row["perplexity"]
+    page = (RESULTS / "order.md").read_text(encoding="utf-8")
+    table = page.partition("| SmolLM2 | atlas |")[2].partition("\n\n")[0]
+    encodings = []
+    for line in table.splitlines()[2:]:
+        encoding, of_pretrained, of_atlas = [cell.strip() for cell in line.strip("|").split("|")]
+        encodings.append(encoding)
+        assert of_pretrained == f"{100 * pretrained['alibi'] / pretrained[encoding]:.0f}"
+        name = encoding.replace("windows_and_nope", "rnope_swa")
+        ratios = [
+            100 * small["alibi", text, seed] / perplexity
+            for (other, text, seed), perplexity in small.items()
+            if other == name and (text == "01efeead77334ff5" or name == "none")
+        ]
+        spread = f" ± {statistics.stdev(ratios):.0f}" if len(ratios) == 3 else "¹"
+        assert of_atlas == f"{statistics.mean(ratios):.0f}{spread}"
+    assert sorted(encodings) == sorted(pretrained)
+
+
 def test_a_model_with_windows_of_its_own_has_no_effective_length(atlas):
     assert atlas.cells.loc["rnope_swa", "effective length"] == ""
     assert atlas.cells.loc["rotary", "effective length"] == "none shown above 128"
