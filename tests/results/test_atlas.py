@@ -332,6 +332,23 @@ def test_the_page_shows_a_pretrained_model_beside_the_atlas():
     assert set(encodings) == {encoding for encoding, _ in pretrained}
 
 
+def test_the_pages_have_the_ratios_of_larger_models(atlas, page):
+    far = {
+        row["cell"]["encoding"]: row["perplexity"]
+        for row in lines("order/larger.jsonl")
+        if row["length"] == 4096 and row.get("window") != "train_length"
+    }
+    ratios = {name: f"{100 * far['alibi'] / far[name]:.0f}" for name in sorted(far, key=far.get)}
+    order = (RESULTS / "order.md").read_text(encoding="utf-8")
+    shown = [f"| {name} | {atlas.cells.text[name]} | {ratios[name]}¹ |" for name in ratios]
+    assert "\n".join(shown) in order
+    names = {"alibi": "ALiBi", "t5": "T5"}
+    sentence = ", ".join(f"{names.get(name, name)} {ratios[name]}" for name in ratios)
+    assert f"one seed](results/order.md#in-larger-models): {sentence}." in " ".join(page.split())
+    fitted = atlas.curves.loc["alibi", ("text", 128)]
+    assert f"L is 16.7 here and {fitted:.1f} at 0.5 million" in order
+
+
 def test_a_model_with_windows_of_its_own_has_no_effective_length(atlas):
     assert atlas.cells.loc["rnope_swa", "effective length"] == ""
     assert atlas.cells.loc["rotary", "effective length"] == "none shown above 128"
