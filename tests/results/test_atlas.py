@@ -333,20 +333,33 @@ def test_the_page_shows_a_pretrained_model_beside_the_atlas():
 
 
 def test_the_pages_have_the_ratios_of_larger_models(atlas, page):
-    far = {
-        row["cell"]["encoding"]: row["perplexity"]
-        for row in lines("order/larger.jsonl")
-        if row["length"] == 4096 and row.get("window") != "train_length"
-    }
-    ratios = {name: f"{100 * far['alibi'] / far[name]:.0f}" for name in sorted(far, key=far.get)}
-    order = (RESULTS / "order.md").read_text(encoding="utf-8")
-    shown = [f"| {name} | {atlas.cells.text[name]} | {ratios[name]}¹ |" for name in ratios]
-    assert "\n".join(shown) in order
-    names = {"alibi": "ALiBi", "t5": "T5"}
-    sentence = ", ".join(f"{names.get(name, name)} {ratios[name]}" for name in ratios)
+    def perplexities(file):
+        found = {}
+        for row in lines(file):
+            if row["seed"] == 1235 and row["protocol"] == "tail" and not row.get("window"):
+                name = row["cell"].get("encoding") or row["cell"]["pos_emb"]
+                found[name, row["length"]] = row["perplexity"]
+        return found
+
+    large, small = perplexities("order/larger.jsonl"), perplexities("atlas/text.jsonl")
+
+    def ratio(of, name, length=4096):
+        return f"{100 * of['alibi', length] / of[name, length]:.0f}"
+
+    order = " ".join((RESULTS / "order.md").read_text(encoding="utf-8").split())
+    names = sorted((name for name, length in large if length == 4096), key=lambda n: large[n, 4096])
+    table = []
+    for name in names:
+        same = f"{ratio(small, name)}¹ " if (name, 4096) in small else ""
+        table.append(f"| {name} | {atlas.cells.text[name]} | {same}| {ratio(large, name)}¹ |")
+    assert " ".join(table) in order
+    shown = {"alibi": "ALiBi", "t5": "T5"}
+    sentence = ", ".join(f"{shown.get(name, name)} {ratio(large, name)}" for name in names)
     assert f"one seed](results/order.md#in-larger-models): {sentence}." in " ".join(page.split())
-    fitted = atlas.curves.loc["alibi", ("text", 128)]
-    assert f"L is 16.7 here and {fitted:.1f} at 0.5 million" in order
+    assert f"behind it here, at L already ({ratio(large, 'kerple_log', 128)})" in order
+    assert f"is less at 32 L than at 8 L ({ratio(large, 'bam', 1024)})" in order
+    at_l = f"{large['alibi', 128]:.1f}, and {small['alibi', 128]:.1f} with 0.5 million"
+    assert f"ALiBi's perplexity at L is {at_l}" in order
 
 
 def test_a_model_with_windows_of_its_own_has_no_effective_length(atlas):
