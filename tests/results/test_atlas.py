@@ -298,6 +298,20 @@ def test_the_page_of_longer_training_says_where_seeds_end():
     assert (min(falls, key=lambda fall: fall[1])[1], max(fall for _, fall in falls)) == (18, 96)
 
 
+def test_the_longer_warm_up_alone_changes_little_on_induction():
+    def means(file):
+        shares = {}
+        for row in lines(file):
+            if row["length"] == 1024:
+                name = row["cell"]["encoding"]
+                shares.setdefault(name, []).append(100 * row["token_accuracy"])
+        return {name: statistics.mean(of) for name, of in shares.items() if len(of) == 3}
+
+    longer, usual = means("order/warmup_induction.jsonl"), means("tasks/induction.jsonl")
+    assert len(longer) == 6
+    assert max(abs(longer[name] - usual[name]) for name in longer) < 3
+
+
 def test_the_page_shows_a_pretrained_model_beside_the_atlas():
     """Of the atlas at 8 L; context.md's rows have three seeds, and of `none` the atlas has one."""
     pretrained = {
