@@ -168,14 +168,14 @@ def check(sweep: Sweep, entry: Path | None) -> int:
         if cell.config.hash in incomplete
     ]
     if +measured:
-        faults.append("rows of other configurations than this entry's, or twice - delete them")
+        faults.append("rows of other configurations than this entry's - delete them")
     texts = {identity(row, PLACE): row.get("text") for row in atlas_rows()}
-    faults += [
-        f"{row.get('corpus')} at {row['length']}: not the atlas's text - prepare its data, and run"
-        " the sweep with this entry again"
-        for row in rows
-        if texts.get(identity(row, PLACE), text := row.get("text")) != text
-    ]
+    for row in rows:
+        if texts.get(identity(row, PLACE)) not in (None, row.get("text")):
+            faults.append(
+                f"{row.get('corpus')} at {row['length']}: not the atlas's text - prepare its data,"
+                " and run the sweep with this entry again"
+            )
     if faults:
         raise UserError("\n".join([f"{entry} is no entry yet:", *faults]))
     print(f"{entry}: {len(rows)} rows of {len(sweep.cells)} cells follow the rules")
