@@ -17,7 +17,6 @@ from megatron.results.effective_length import effective_lengths
 from megatron.results.files import read_rows
 from megatron.results.row import (
     ENCODING_AXIS,
-    SETTING,
     Row,
     cell_of,
     encoding_of,
@@ -34,6 +33,7 @@ SCORE = "score"
 EFFECTIVE = "effective length"
 REFERENCE = "alibi"
 FAR = 32  # the longest length is this many times the training length
+PLACE = ("seed", "window", "length", "corpus", "protocol")  # rows that are equal in these are one
 SURE = 0.01  # an entry is called better if p is below this
 ONE_SEED = "¹"
 NOTES = (
@@ -53,16 +53,18 @@ NOTES_OF_ENTRY = (
 def atlas_rows(more: Iterable[Path] = ()) -> list[Row]:
     """The rows of the atlas in docs/results and of other files; their `cell` names the encoding.
 
-    A row of `more` replaces that of the same encoding, seed and text: an entry that was run again.
+    Later rows replace earlier ones of the same encoding and seed: those of `more`, and those of the
+    atlas's text those of an earlier version. The reference keeps both, for who has only that one.
     """
     files = [*FOLDER.glob("context/*.jsonl"), *FOLDER.glob("atlas/**/*.jsonl")]
     files += [FOLDER / f"tasks/{task}.jsonl" for task in TASKS]
     rows = {}
-    for row in read_rows([*sorted(files), *more]):
+    for row in read_rows([*sorted(files, reverse=True), *more]):
         name = cell_of(row).get("pos_emb") or encoding_of(row)
         if row.get("protocol") in ("tail", TASK):
             row = with_facts(row, {"cell": {ENCODING_AXIS: name}, "sweep": "atlas"})
-            rows[name, identity(row, ("seed", "window", "length", *SETTING))] = row
+            text = row["text"] if name == REFERENCE else ""
+            rows[name, text, identity(row, PLACE)] = row
     return [*rows.values()]
 
 
@@ -89,8 +91,7 @@ class Standings(NamedTuple):
 def standings(rows: Sequence[Row]) -> Standings:
     """The standings of encodings; rows: as `atlas_rows` gives them.
 
-    A length that a model cannot read counts as 0. If a seed was measured on two versions of the
-    text, the one with more seeds counts.
+    A length that a model cannot read counts as 0.
     """
     frame: Any = pd.DataFrame(rows)
     frame["name"] = frame["cell"].str[ENCODING_AXIS]
@@ -106,10 +107,7 @@ def standings(rows: Sequence[Row]) -> Standings:
     ratio = 100 * alike["reference"].transform("first") / frame["number"]
     frame["value"] = ratio.where(is_text, right)
 
-    # Of a seed that was measured on two versions of the text, drop that with fewer seeds.
-    frame["seeds"] = frame.groupby(["name", "part", "split"])["seed"].transform("nunique")
-    same = ["name", "part", "seed", "length", "window"]
-    counted = frame.sort_values("seeds", kind="stable").drop_duplicates(same, keep="last")
+    counted = frame.drop_duplicates(["name", *PLACE], keep="last")  # the reference's last text
     effective = effective_lengths([rows[index] for index in counted.index])
     counted = counted.query("window != 'train_length'")
     curves = counted.pivot_table(index="name", columns=["part", "length"], values="number")
