@@ -54,7 +54,8 @@ def atlas_rows(more: Iterable[Path] = ()) -> list[Row]:
     """The rows of the atlas in docs/results and of other files; their `cell` names the encoding.
 
     Later rows replace earlier ones of the same encoding and seed: those of `more`, and those of the
-    atlas's text those of an earlier version. The reference keeps both, for who has only that one.
+    atlas's text those of an earlier version of it. The reference keeps both, because some encodings
+    have only the earlier one.
     """
     files = [*FOLDER.glob("context/*.jsonl"), *FOLDER.glob("atlas/**/*.jsonl")]
     files += [FOLDER / f"tasks/{task}.jsonl" for task in TASKS]
@@ -63,7 +64,7 @@ def atlas_rows(more: Iterable[Path] = ()) -> list[Row]:
         name = cell_of(row).get("pos_emb") or encoding_of(row)
         if row.get("protocol") in ("tail", TASK):
             row = with_facts(row, {"cell": {ENCODING_AXIS: name}, "sweep": "atlas"})
-            text = row["text"] if name == REFERENCE else ""
+            text = row.get("text") if name == REFERENCE else ""
             rows[name, text, identity(row, PLACE)] = row
     return [*rows.values()]
 
