@@ -32,17 +32,24 @@ def lines(*names):
     return [json.loads(line) for name in names for line in (RESULTS / name).open()]
 
 
+def perplexities(length, *names):
+    """Those of `tail` without the control, by encoding, seed and text, in order of files."""
+    by_place = {}
+    for row in lines(*names):
+        is_control = row.get("window") == "train_length"
+        if row["protocol"] == "tail" and row["length"] == length and not is_control:
+            encoding = row["cell"].get("encoding") or row["cell"]["pos_emb"]
+            by_place[encoding, row["seed"], row["text"]] = row["perplexity"]
+    return by_place
+
+
 @pytest.mark.parametrize("name", ["mep_free", "fox", "rotary", "sinusoidal"])
 def test_a_score_is_the_mean_of_the_parts_of_the_committed_rows(atlas, name):
-    far, text_of = {}, {}
-    for row in lines(*CONTEXT, "atlas/text.jsonl"):  # the newer text counts
-        if row["protocol"] == "tail" and row["length"] == 4096 and not row.get("window"):
-            encoding = row["cell"].get("encoding") or row["cell"]["pos_emb"]
-            far[encoding, row["seed"], row["text"]] = row["perplexity"]
-            text_of[encoding] = row["text"]
+    far = perplexities(4096, *CONTEXT, "atlas/text.jsonl")
+    newest = {encoding: text for encoding, _, text in far}
     scores = []
     for seed in (1235, 1236, 1237):
-        place = (seed, text_of[name])
+        place = (seed, newest[name])
         parts = [100 * far["alibi", *place] / far[name, *place]]
         for task in TASKS:
             shares = {
@@ -115,20 +122,14 @@ def test_rows_on_the_newer_text_replace_those_on_the_older(committed, page):
     words = " ".join(page.split())
     assert f"Rows of {names} are on an [earlier version]" in words
 
-    perplexity = {}
-    for row in lines(*CONTEXT, "atlas/text.jsonl"):
-        if row["protocol"] == "tail" and row["length"] == 4096 and not row.get("window"):
-            name = row["cell"].get("encoding") or row["cell"]["pos_emb"]
-            perplexity[name, row["text"] == older, row["seed"]] = row["perplexity"]
-    seeds = (1235, 1236, 1237)
+    far = perplexities(4096, *CONTEXT, "atlas/text.jsonl")
 
-    def mean(name, is_older):
-        return 100 * statistics.mean(
-            perplexity["alibi", is_older, s] / perplexity[name, is_older, s] for s in seeds
-        )
+    def mean(name, text):
+        seeds = (1235, 1236, 1237)
+        return 100 * statistics.mean(far["alibi", s, text] / far[name, s, text] for s in seeds)
 
-    both = {name for name, is_older, _ in perplexity if is_older} - {"alibi", *ON_OLDER_TEXT}
-    changes = [abs(mean(name, True) - mean(name, False)) for name in both]
+    both = {name for name, _, text in far if text == older} - {"alibi", *ON_OLDER_TEXT}
+    changes = [abs(mean(name, older) - mean(name, *newer)) for name in both]
     assert f"Six others have rows on both, whose means differ by up to {max(changes):.0f}." in words
     assert len(changes) == 6
 
@@ -353,12 +354,8 @@ def test_the_page_shows_a_pretrained_model_beside_the_atlas(p_of):
         for row in lines("pretrained/encodings.jsonl")
         if row["step"]
     }
-    small, text_of = {}, {}
-    for row in lines(*CONTEXT, "atlas/text.jsonl"):
-        if row["protocol"] == "tail" and row["length"] == 1024:
-            name = row["cell"].get("encoding") or row["cell"]["pos_emb"]
-            small[name, row["text"], row["seed"]] = row["perplexity"]
-            text_of[name] = row["text"]
+    small = perplexities(1024, *CONTEXT, "atlas/text.jsonl")
+    newest = {encoding: text for encoding, _, text in small}
     page = (RESULTS / "order.md").read_text(encoding="utf-8")
     table = page.partition("| atlas, 8 L |")[2].partition("\n\n")[0]
     encodings = []
@@ -371,9 +368,9 @@ def test_the_page_shows_a_pretrained_model_beside_the_atlas(p_of):
         ]
         name = encoding.replace("windows_and_nope", "rnope_swa")
         ratios = [
-            100 * small["alibi", text, seed] / perplexity
-            for (other, text, seed), perplexity in small.items()
-            if (other, text) == (name, text_of[name])
+            100 * small["alibi", seed, text] / perplexity
+            for (other, seed, text), perplexity in small.items()
+            if (other, text) == (name, newest[name])
         ]
         spread = f" ± {statistics.stdev(ratios):.0f}" if len(ratios) == 3 else "¹"
         assert of_atlas == f"{statistics.mean(ratios):.0f}{spread}"
@@ -383,38 +380,33 @@ def test_the_page_shows_a_pretrained_model_beside_the_atlas(p_of):
 
 
 def test_the_pages_have_the_ratios_of_larger_models(atlas, page):
-    def perplexities(file):
-        found = {}
-        for row in lines(file):
-            if row["protocol"] == "tail" and not row.get("window"):
-                name = row["cell"].get("encoding") or row["cell"]["pos_emb"]
-                found[name, row["seed"], row["length"]] = row["perplexity"]
-        return found
+    (text,) = {row["text"] for row in lines("order/larger.jsonl", "atlas/text.jsonl")}
+    seeds = (1235, 1236)
+    far, near = (perplexities(length, "order/larger.jsonl") for length in (4096, 128))
 
-    large, small = perplexities("order/larger.jsonl"), perplexities("atlas/text.jsonl")
-
-    def ratios(name, length=4096):
+    def ratios(name, large=far):
         """Of both seeds."""
-        both = [large["alibi", s, length] / large[name, s, length] for s in (1235, 1236)]
+        both = [large["alibi", s, text] / large[name, s, text] for s in seeds]
         return [f"{100 * ratio:.0f}" for ratio in both]
 
     order = " ".join((RESULTS / "order.md").read_text(encoding="utf-8").split())
     # The best first.
-    names = sorted({name for name, *_ in large}, key=lambda name: -sum(map(int, ratios(name))))
+    names = sorted({name for name, *_ in far}, key=lambda name: -sum(map(int, ratios(name))))
     table = [f"| {name} | {atlas.cells.text[name]} | {', '.join(ratios(name))} |" for name in names]
     assert " ".join(table) in order
     shown = {"alibi": "ALiBi", "t5": "T5"}
     sentence = ", ".join(f"{shown.get(name, name)} {' and '.join(ratios(name))}" for name in names)
     sentence = sentence.replace("ALiBi 100 and 100", "ALiBi 100")
     assert f"two seeds](results/order.md#in-larger-models): {sentence}." in " ".join(page.split())
-    assert f"(at L {', '.join(ratios('kerple_log', 128))}, the latter within the noise)" in order
+    assert f"(at L {', '.join(ratios('kerple_log', near))}, the latter within the noise)" in order
     pieces = {
         row["cell"]["encoding"]: row["block_losses"]
         for row in lines("order/larger.jsonl")
         if (row["seed"], row["length"]) == (1236, 128)
     }
     assert ttest_rel(pieces["kerple_log"], pieces["alibi"]).pvalue > 0.1
-    at_l = [statistics.mean(of["alibi", s, 128] for s in (1235, 1236)) for of in (large, small)]
+    small = perplexities(128, "atlas/text.jsonl")
+    at_l = [statistics.mean(each["alibi", s, text] for s in seeds) for each in (near, small)]
     assert f"ALiBi's perplexity at L is {at_l[0]:.1f}, and {at_l[1]:.1f} with 0.5 mill" in order
 
 
