@@ -35,16 +35,16 @@ REFERENCE = "alibi"
 FAR = 32  # the longest length is this many times the training length
 PLACE = ("seed", "window", "length", "corpus", "protocol")  # rows that are equal in these are one
 SURE = 0.01  # an entry is called better if p is below this
-ONE_SEED = "¹"
+FEW = {1: "¹", 2: "²"}  # marks by the number of seeds
 NOTES = (
     "score: mean of the five parts, for the seeds with all of them; ± standard deviation",
     "text: perplexity of alibi at 32 L in % of this one's; L: training length",
     "induction, needle, recall, flip_flop: % of answer tokens right, mean over 2 L to 32 L",
-    "¹ one seed",
+    "¹ one seed, ² two",
 )
 NOTES_OF_ENTRY = (
     "at 32 L, paired by seed; holds: better, fails: worse, if p of the line < 0.01",
-    "no rows: not both on the same text, or windows of its own",
+    "no rows: not both on the same text",
     "*: fewer than three seeds, these weights only",
     "would decide: seeds for a power of 80 %, if the effect is as seen",
 )
@@ -53,19 +53,16 @@ NOTES_OF_ENTRY = (
 def atlas_rows(more: Iterable[Path] = ()) -> list[Row]:
     """The rows of the atlas in docs/results and of other files; their `cell` names the encoding.
 
-    Later rows replace earlier ones of the same encoding and seed: those of `more`, and those of the
-    atlas's text those of an earlier version of it. The reference keeps both, because some encodings
-    have only the earlier one.
+    Later rows replace earlier ones of the same encoding and seed.
     """
-    files = [*FOLDER.glob("context/*.jsonl"), *FOLDER.glob("atlas/**/*.jsonl")]
-    files += [FOLDER / f"tasks/{task}.jsonl" for task in TASKS]
+    files = [FOLDER / f"tasks/{task}.jsonl" for task in TASKS]
+    files += sorted(FOLDER.glob("atlas/**/*.jsonl"))
     rows = {}
-    for row in read_rows([*sorted(files, reverse=True), *more]):
+    for row in read_rows([*files, *more]):
         name = cell_of(row).get("pos_emb") or encoding_of(row)
         if row.get("protocol") in ("tail", TASK):
             row = with_facts(row, {"cell": {ENCODING_AXIS: name}, "sweep": "atlas"})
-            text = row.get("text") if name == REFERENCE else ""
-            rows[name, text, identity(row, PLACE)] = row
+            rows[name, identity(row, PLACE)] = row
     return [*rows.values()]
 
 
@@ -108,9 +105,8 @@ def standings(rows: Sequence[Row]) -> Standings:
     ratio = 100 * alike["reference"].transform("first") / frame["number"]
     frame["value"] = ratio.where(is_text, right)
 
-    counted = frame.drop_duplicates(["name", *PLACE], keep="last")  # the reference's last text
-    effective = effective_lengths([rows[index] for index in counted.index])
-    counted = counted.query("window != 'train_length'")
+    effective = effective_lengths(rows)
+    counted = frame.query("window != 'train_length'")
     curves = counted.pivot_table(index="name", columns=["part", "length"], values="number")
     # Scores have the longest length of text, and of a task the mean over all beyond the training's.
     scored = counted.query(
@@ -127,20 +123,23 @@ def standings(rows: Sequence[Row]) -> Standings:
     lengths = {}
     for label, (text, _, differences) in effective.items():
         seeds = max(len(difference.by_seed) for difference in differences.values())
-        lengths[label.partition(",")[0]] = text if seeds > 1 else text + ONE_SEED
+        lengths[label.partition(",")[0]] = text + FEW.get(seeds, "")
     cells[EFFECTIVE] = pd.Series(lengths).reindex(cells.index, fill_value="")
     return Standings(values, cells, curves)
 
 
 def over_seeds(numbers: pd.Series) -> str:
     """The mean, ± the standard deviation; nothing for what was not measured."""
-    if numbers.count() > 1:
-        return f"{numbers.mean():.0f} ± {numbers.std():.0f}"
-    return f"{numbers.mean():.0f}{ONE_SEED}" if numbers.count() else ""
+    count = numbers.count()
+    spread = f" ± {numbers.std():.0f}" if count > 1 else ""
+    return f"{numbers.mean():.0f}{spread}{FEW.get(count, '')}" if count else ""
 
 
 def decided(name: str, rivals: Iterable[str], rows: Sequence[Row]) -> Table:
     """Whether an encoding is better than its rivals in each part, at the longest length."""
+    # Windows of its own belong to an encoding: they don't keep it from being compared.
+    unlimited = [row for row in rows if row.get("window") != "train_length"]
+    unlimited = [with_facts(row, {"window": "none"}) for row in unlimited]
     body = []
     for rival in rivals:
         for part in PARTS:
@@ -149,7 +148,7 @@ def decided(name: str, rivals: Iterable[str], rows: Sequence[Row]) -> Table:
             if part == TEXT:
                 better = {"protocol": "tail", "lower_by": 0}
             claim = Claim.model_validate(sides | better)
-            for verdict in judged([claim], rows, SURE):
+            for verdict in judged([claim], unlimited, SURE):
                 _, _, *line, _, needed = table_of([verdict], "").body[0]
                 body.append([f"{part}: {name}, {rival}", *line, needed])
     head = ["is the first better?", "verdict", "effect [95 %]", "p", "would decide"]

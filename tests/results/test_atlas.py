@@ -1,6 +1,7 @@
 """The atlas: scores from the committed rows, and those of an encoding on another text."""
 
 import csv
+import itertools
 import json
 import math
 import statistics
@@ -14,8 +15,6 @@ from tests.results.rows import rows as made
 from tests.support import ROOT
 
 RESULTS = ROOT / "docs" / "results"
-ON_OLDER_TEXT = ["mep_param", "p_rope", "pope", "rnope_swa", "sinusoidal"]
-CONTEXT = [f"context/{seed}.jsonl" for seed in (1235, 1236, 1237)]
 
 
 @pytest.fixture(scope="module")
@@ -33,24 +32,22 @@ def lines(*names):
 
 
 def perplexities(length, *names):
-    """Those of `tail` without the control, by encoding, seed and text, in order of files."""
+    """Those of `tail` without the control, by encoding and seed."""
     by_place = {}
     for row in lines(*names):
         is_control = row.get("window") == "train_length"
         if row["protocol"] == "tail" and row["length"] == length and not is_control:
             encoding = row["cell"].get("encoding") or row["cell"]["pos_emb"]
-            by_place[encoding, row["seed"], row["text"]] = row["perplexity"]
+            by_place[encoding, row["seed"]] = row["perplexity"]
     return by_place
 
 
 @pytest.mark.parametrize("name", ["mep_free", "fox", "rotary", "sinusoidal"])
 def test_a_score_is_the_mean_of_the_parts_of_the_committed_rows(atlas, name):
-    far = perplexities(4096, *CONTEXT, "atlas/text.jsonl")
-    newest = {encoding: text for encoding, _, text in far}
+    far = perplexities(4096, "atlas/text.jsonl")
     scores = []
     for seed in (1235, 1236, 1237):
-        place = (seed, newest[name])
-        parts = [100 * far["alibi", *place] / far[name, *place]]
+        parts = [100 * far["alibi", seed] / far[name, seed]]
         for task in TASKS:
             shares = {
                 row["length"]: 100 * row["token_accuracy"]
@@ -96,42 +93,16 @@ def on_text(name, split, perplexities, **facts):
     return measured
 
 
-def test_each_text_is_compared_with_the_reference_on_the_same():
-    older = on_text("alibi", "A", dict.fromkeys((1, 2, 3), 10.0))
-    older += on_text("fox", "A", {1: 8.0, 2: 10.0, 3: 12.5})
-    newer = on_text("alibi", "B", {1: 20.0}) + on_text("mine", "B", {1: 16.0})
-    newer += on_text("alibi", "B", {1: 30.0}, window="train_length")
-    for rows in (older + newer, newer + older):
-        text = standings(rows).cells["text"]
+def test_the_text_is_compared_with_the_reference_of_the_same_seed(committed):
+    rows = on_text("alibi", "A", {1: 10.0, 2: 10.0, 3: 20.0})
+    rows += on_text("alibi", "A", {1: 30.0}, window="train_length")
+    rows += on_text("fox", "A", {1: 8.0, 2: 10.0, 3: 25.0}) + on_text("mine", "A", {1: 8.0})
+    for ordered in (rows, rows[::-1]):
+        text = standings(ordered).cells["text"]
         assert text["mine"] == "125¹"
         assert text["alibi"] == "100 ± 0"
         assert text["fox"] == f"102 ± {statistics.stdev((125, 100, 80)):.0f}"
-
-
-def test_rows_on_the_newer_text_replace_those_on_the_older(committed, page):
-    texts = {}
-    for row in committed:
-        if row["protocol"] == "tail":
-            texts.setdefault(row["cell"]["encoding"], set()).add(row["text"])
-    newer = {row["text"] for row in lines("atlas/text.jsonl")}
-    assert len(newer) == 1
-    (older,) = texts["alibi"] - newer
-    assert {name for name in texts if older in texts[name]} == {"alibi", *ON_OLDER_TEXT}
-    assert all(len(of) == 1 for name, of in texts.items() if name != "alibi")
-    names = f"{', '.join(ON_OLDER_TEXT[:-1])} and {ON_OLDER_TEXT[-1]}"
-    words = " ".join(page.split())
-    assert f"Rows of {names} are on an [earlier version]" in words
-
-    far = perplexities(4096, *CONTEXT, "atlas/text.jsonl")
-
-    def mean(name, text):
-        seeds = (1235, 1236, 1237)
-        return 100 * statistics.mean(far["alibi", s, text] / far[name, s, text] for s in seeds)
-
-    both = {name for name, _, text in far if text == older} - {"alibi", *ON_OLDER_TEXT}
-    changes = [abs(mean(name, older) - mean(name, *newer)) for name in both]
-    assert f"Six others have rows on both, whose means differ by up to {max(changes):.0f}." in words
-    assert len(changes) == 6
+    assert len({row["text"] for row in committed if row["protocol"] == "tail"}) == 1
 
 
 def test_an_encoding_that_the_reference_does_not_share_a_text_with_has_no_line():
@@ -192,18 +163,15 @@ def differences(committed):
             continue
         worse_by = -(row["token_accuracy"] or 0) if is_task else row["loss"]
         key = ("text" if not is_task else part, row["length"] // row["train_length"])
-        # The older rows of text are on another version of it; tasks have a text for each seed.
-        place = (*key, "" if is_task else row["region"])
-        seeds = numbers.setdefault(place, {}).setdefault(row["cell"]["encoding"], {})
+        seeds = numbers.setdefault(key, {}).setdefault(row["cell"]["encoding"], {})
         seeds[row["seed"]] = worse_by
 
     def differences(a, b, part, at=32):
-        for place, of in numbers.items():
-            ours, theirs = of.get(a, {}), of.get(b, {})
-            common = sorted(ours.keys() & theirs.keys())
-            if place[:2] == (part, at) and len(common) == 3 and None not in ours.values():
-                return [ours[seed] - theirs[seed] for seed in common]
-        return []
+        ours, theirs = (numbers[part, at].get(name, {}) for name in (a, b))
+        common = sorted(ours.keys() & theirs.keys())
+        if len(common) < 3 or None in ours.values():
+            return []
+        return [ours[seed] - theirs[seed] for seed in common]
 
     return differences
 
@@ -230,7 +198,8 @@ def page():
 def test_the_guide_says_what_tasks_decide(committed, p_of, atlas, page):
     verdicts = {line[0]: line[1] for line in decided("fox", ["alibi"], committed).body}
     assert verdicts["needle: fox, alibi"] == "holds"
-    # `decided` leaves the windows of rnope_swa out.
+    windows_of_its_own = decided("rnope_swa", ["alibi"], committed).body
+    assert [line[1] for line in windows_of_its_own if line[0].startswith("needle")] == ["holds"]
     assert max(p_of(name, "alibi", "needle") for name in ("fox", "rnope_swa")) < 0.01
     assert "both beat ALiBi (p < 0.01)" in page
     best = ["scale_invariant", "bam", "cable", "t5"]
@@ -280,15 +249,19 @@ def test_the_page_says_which_beat_alibi_on_text(committed, p_of, atlas, page):
     p = {name: p_of(name, "alibi", "text") for name in atlas.cells.index}
     best = {"path_fox", "dynamic_position_bias", "grape_a"}
     assert {name for name in p if p[name] < 0.01} == best
-    grape_a, bam, path_fox = (f"{p[name]:.3f}" for name in ("grape_a", "bam", "path_fox"))
-    assert f"p against ALiBi {grape_a}, {bam} (undecided), {path_fox};" in page
-    assert min(p_of("path_fox", name, "text") for name in ("grape_a", "bam")) > 0.01
+    names = ["grape_a", "bam", "path_fox", "dynamic_position_bias"]
+    shown = [f"{p[name]:.3f}" for name in names]
+    assert "p against ALiBi {}, {} (undecided), {}, {};".format(*shown) in page
+    pairs = itertools.permutations(names, 2)
+    better = [pair for pair in pairs if p_of(*pair, "text") < 0.01]
+    assert better == [("path_fox", "dynamic_position_bias")]
+    assert "among them only path_fox beats the entry" in page
     with (ROOT / "docs/performance/encodings.csv").open(encoding="utf-8") as file:
         (cost,) = [line for line in csv.DictReader(file) if line["pos_emb"] == "path_fox"]
     steps = [f"{float(cost[step]):.2g}" for step in ("step_ratio", "step_4096_ratio")]
     assert f"path_fox ({steps[0]} to {steps[1]} times rotary's step)" in page
     line = decided("grape_a", ["alibi"], committed).body[0]
-    assert (line[1], line[3]) == ("holds", grape_a)
+    assert (line[1], line[3]) == ("holds", shown[0])
 
 
 def test_the_entry_of_the_page_beats_alibi_on_text(committed, page):
@@ -309,11 +282,18 @@ def test_the_entry_of_the_page_beats_alibi_on_text(committed, page):
 
 def test_the_page_of_longer_training_says_where_seeds_end():
     curves = {}
+    means = {}
     for row in lines("order/induction.jsonl"):
         if row["length"] == 1024:
             seeds = curves.setdefault(row["pos_emb"], {}).setdefault(row["seed"], {})
             seeds[row["step"]] = math.floor(100 * row["token_accuracy"] + 0.5)
+            steps = means.setdefault(row["pos_emb"], {})
+            steps[row["step"]] = steps.get(row["step"], 0) + 100 * row["token_accuracy"] / 3
     page = " ".join((RESULTS / "order.md").read_text(encoding="utf-8").split())
+    fallen = {name: max(of.values()) - of[4000] for name, of in means.items()}
+    shown = [f"{fallen.pop(name):.0f}" for name in ("fox", "mep_free", "alibi")]
+    assert "means of FoX, mep_free and ALiBi end {}, {} and {} points below".format(*shown) in page
+    assert max(fallen.values()) < 0.5
     highest = {name: [max(of.values()) for of in curves[name].values()] for name in curves}
     ends = {name: [of[4000] for of in curves[name].values()] for name in curves}
     for name, words in {
@@ -348,14 +328,12 @@ def test_the_longer_warm_up_alone_changes_little_on_induction():
 
 
 def test_the_page_shows_a_pretrained_model_beside_the_atlas(p_of):
-    """Of the atlas at 8 L, by the newer text where an encoding has one."""
     pretrained = {
         (row["cell"]["encoding"], row["length"]): row["perplexity"]
         for row in lines("pretrained/encodings.jsonl")
         if row["step"]
     }
-    small = perplexities(1024, *CONTEXT, "atlas/text.jsonl")
-    newest = {encoding: text for encoding, _, text in small}
+    small = perplexities(1024, "atlas/text.jsonl")
     page = (RESULTS / "order.md").read_text(encoding="utf-8")
     table = page.partition("| atlas, 8 L |")[2].partition("\n\n")[0]
     encodings = []
@@ -368,9 +346,9 @@ def test_the_page_shows_a_pretrained_model_beside_the_atlas(p_of):
         ]
         name = encoding.replace("windows_and_nope", "rnope_swa")
         ratios = [
-            100 * small["alibi", seed, text] / perplexity
-            for (other, seed, text), perplexity in small.items()
-            if (other, text) == (name, newest[name])
+            100 * small["alibi", seed] / perplexity
+            for (other, seed), perplexity in small.items()
+            if other == name
         ]
         spread = f" ± {statistics.stdev(ratios):.0f}" if len(ratios) == 3 else "¹"
         assert of_atlas == f"{statistics.mean(ratios):.0f}{spread}"
@@ -380,18 +358,18 @@ def test_the_page_shows_a_pretrained_model_beside_the_atlas(p_of):
 
 
 def test_the_pages_have_the_ratios_of_larger_models(atlas, page):
-    (text,) = {row["text"] for row in lines("order/larger.jsonl", "atlas/text.jsonl")}
+    assert len({row["text"] for row in lines("order/larger.jsonl", "atlas/text.jsonl")}) == 1
     seeds = (1235, 1236)
     far, near = (perplexities(length, "order/larger.jsonl") for length in (4096, 128))
 
     def ratios(name, large=far):
         """Of both seeds."""
-        both = [large["alibi", s, text] / large[name, s, text] for s in seeds]
+        both = [large["alibi", seed] / large[name, seed] for seed in seeds]
         return [f"{100 * ratio:.0f}" for ratio in both]
 
     order = " ".join((RESULTS / "order.md").read_text(encoding="utf-8").split())
     # The best first.
-    names = sorted({name for name, *_ in far}, key=lambda name: -sum(map(int, ratios(name))))
+    names = sorted({name for name, _ in far}, key=lambda name: -sum(map(int, ratios(name))))
     table = [f"| {name} | {atlas.cells.text[name]} | {', '.join(ratios(name))} |" for name in names]
     assert " ".join(table) in order
     shown = {"alibi": "ALiBi", "t5": "T5"}
@@ -406,7 +384,7 @@ def test_the_pages_have_the_ratios_of_larger_models(atlas, page):
     }
     assert ttest_rel(pieces["kerple_log"], pieces["alibi"]).pvalue > 0.1
     small = perplexities(128, "atlas/text.jsonl")
-    at_l = [statistics.mean(each["alibi", s, text] for s in seeds) for each in (near, small)]
+    at_l = [statistics.mean(each["alibi", seed] for seed in seeds) for each in (near, small)]
     assert f"ALiBi's perplexity at L is {at_l[0]:.1f}, and {at_l[1]:.1f} with 0.5 mill" in order
 
 
