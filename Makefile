@@ -137,8 +137,8 @@ faults: $(INSTALLED)
 #   make results PART=abacus    addition with places of digits: about an hour of one core
 #   make results PART=context   twelve encodings that copy from beyond their training length: nine hours of one core
 #   make results PART=atlas     every encoding on the text of context and four tasks, without what docs/results/atlas has
-#   make results PART=longer    six encodings of the atlas with four times its steps: 16 hours of one core
-#   make results PART=larger    seven encodings of the atlas with 4 times its parameters, five with 16: 17 hours of one core
+#   make results PART=longer    six encodings of the atlas with four times its steps: 11 hours of one core
+#   make results PART=larger    seven encodings of the atlas with 4 times its parameters, five with 16: 12 hours of one core
 #   make results PART=recipe    five encodings under eight recipes on code and two tasks: seven hours of one core
 #   make results PART=growth    three encodings whose windows grow or not: five hours of one core
 #   make results PART=sinks     rotary and ALiBi with windows and learned sinks: three and a half hours of one core

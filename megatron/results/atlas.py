@@ -138,8 +138,9 @@ def over_seeds(numbers: pd.Series) -> str:
 def decided(name: str, rivals: Iterable[str], rows: Sequence[Row]) -> Table:
     """Whether an encoding is better than its rivals in each part, at the longest length."""
     # Windows of its own belong to an encoding: they don't keep it from being compared.
-    unlimited = [row for row in rows if row.get("window") != "train_length"]
-    unlimited = [with_facts(row, {"window": "none"}) for row in unlimited]
+    unlimited = [
+        with_facts(row, {"window": None}) for row in rows if row.get("window") != "train_length"
+    ]
     body = []
     for rival in rivals:
         for part in PARTS:
