@@ -91,7 +91,7 @@ def standings(rows: Sequence[Row]) -> Standings:
 
     A length that a model cannot read counts as 0.
     """
-    frame: Any = pd.DataFrame(rows)
+    frame: Any = pd.DataFrame(rows).query("window != 'train_length'")  # without the control
     frame["name"] = frame["cell"].str[ENCODING_AXIS]
     is_text = frame["protocol"] != TASK
     frame["part"] = frame["corpus"].str.removeprefix("task:").mask(is_text, TEXT)
@@ -99,19 +99,15 @@ def standings(rows: Sequence[Row]) -> Standings:
     frame["number"] = frame["perplexity"].fillna(math.inf).where(is_text, right)
 
     # Of text, the ratio to the reference of the same seed and targets.
-    references = "name == @REFERENCE and window != 'train_length'"
-    frame["reference"] = frame.query(references)["number"]  # nan in other rows
+    frame["reference"] = frame.query("name == @REFERENCE")["number"]  # nan in other rows
     alike = frame.groupby(["seed", "text", "length"])
     ratio = 100 * alike["reference"].transform("first") / frame["number"]
     frame["value"] = ratio.where(is_text, right)
 
     effective = effective_lengths(rows)
-    counted = frame.query("window != 'train_length'")
-    curves = counted.pivot_table(index="name", columns=["part", "length"], values="number")
+    curves = frame.pivot_table(index="name", columns=["part", "length"], values="number")
     # Scores have the longest length of text, and of a task the mean over all beyond the training's.
-    scored = counted.query(
-        "length == @FAR * train_length or part != @TEXT and length > train_length"
-    )
+    scored = frame.query("length == @FAR * train_length or part != @TEXT and length > train_length")
     values = scored.pivot_table(index=["name", "seed"], columns="part", values="value")
     values = values.reindex(columns=PARTS)
     values.insert(0, SCORE, values.mean(axis=1, skipna=False))

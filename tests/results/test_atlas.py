@@ -6,6 +6,7 @@ import json
 import math
 import statistics
 
+import pandas as pd
 import pytest
 from scipy.stats import ttest_1samp, ttest_rel
 
@@ -281,36 +282,30 @@ def test_the_entry_of_the_page_beats_alibi_on_text(committed, page):
 
 
 def test_the_page_of_longer_training_says_where_seeds_end():
-    curves = {}
-    means = {}
-    for row in lines("order/induction.jsonl"):
-        if row["length"] == 1024:
-            seeds = curves.setdefault(row["pos_emb"], {}).setdefault(row["seed"], {})
-            seeds[row["step"]] = math.floor(100 * row["token_accuracy"] + 0.5)
-            steps = means.setdefault(row["pos_emb"], {})
-            steps[row["step"]] = steps.get(row["step"], 0) + 100 * row["token_accuracy"] / 3
+    rows = pd.DataFrame(lines("order/induction.jsonl")).query("length == 1024")
+    rows["share"] = 100 * rows["token_accuracy"]
+    means = rows.pivot_table(index="pos_emb", columns="step", values="share")
+    fallen = (means.max(axis=1) - means[4000]).to_dict()
     page = " ".join((RESULTS / "order.md").read_text(encoding="utf-8").split())
-    fallen = {name: max(of.values()) - of[4000] for name, of in means.items()}
     shown = [f"{fallen.pop(name):.0f}" for name in ("fox", "mep_free", "alibi")]
     assert "means of FoX, mep_free and ALiBi end {}, {} and {} points below".format(*shown) in page
     assert max(fallen.values()) < 0.5
-    highest = {name: [max(of.values()) for of in curves[name].values()] for name in curves}
-    ends = {name: [of[4000] for of in curves[name].values()] for name in curves}
+
+    seeds = rows.pivot_table(index=["pos_emb", "seed"], columns="step", values="share")
+    seeds = seeds.add(0.5).map(math.floor)
+    highest, ends = seeds.max(axis=1), seeds[4000]
     for name, words in {
         "fox": "FoX's seeds reach {}, {} and {} and end at {}, {} and {} (other",
         "alibi": "ALiBi's reach {}, {} and {} and end at {}, {} and {}.",
     }.items():
         assert words.format(*highest[name], *ends[name]) in page
-    assert (curves["mep_free"][1237][1600], ends["mep_free"]) == (100, [98, 100, 4])
-    assert ends["kerple_log"] == [100, 100, 100]
-    assert max(highest["t5"] + highest["rotary"]) < 15
-    assert curves["alibi"][1237][2400] == 46
-    pairs = [
-        (name, *pair) for name in highest for pair in zip(highest[name], ends[name], strict=True)
-    ]
-    falls = [(name, top - end) for name, top, end in pairs if top - end > 10]
-    assert [name for name, _ in falls] == ["alibi", "mep_free", "fox", "fox"]
-    assert (min(falls, key=lambda fall: fall[1])[1], max(fall for _, fall in falls)) == (18, 96)
+    assert (seeds[1600]["mep_free", 1237], [*ends["mep_free"]]) == (100, [98, 100, 4])
+    assert [*ends["kerple_log"]] == [100, 100, 100]
+    assert highest[["t5", "rotary"]].max() < 15
+    assert seeds[2400]["alibi", 1237] == 46
+    falls = (highest - ends)[highest - ends > 10]
+    assert [name for name, _ in falls.index] == ["alibi", "fox", "fox", "mep_free"]
+    assert (falls.min(), falls.max()) == (18, 96)
 
 
 def test_the_longer_warm_up_alone_changes_little_on_induction():
