@@ -1,9 +1,9 @@
 """Run many trainings from one file, and continue where they stopped.
 
 python tools/sweep.py run configs/sweeps/cpu.yml --dry-run   the plan and its cost
-python tools/sweep.py run kerple-table3 --dry-run --device a100 --jobs 8   on eight A100
+python tools/sweep.py run kerple_table3 --dry-run --device a100 --jobs 8   on eight A100
 python tools/sweep.py run configs/sweeps/cpu.yml             run the missing cells; may be repeated
-python tools/sweep.py run kerple-table3 --launcher slurm --launcher-args time=600 gpus_per_node=1
+python tools/sweep.py run kerple_table3 --launcher slurm --launcher-args time=600 gpus_per_node=1
 python tools/sweep.py status configs/sweeps/cpu.yml
 python tools/sweep.py collect configs/sweeps/cpu.yml         the rows so far, even during a run
 python tools/sweep.py run atlas --entry my_encoding.py       your encoding among the others
@@ -46,7 +46,8 @@ PLACE = ("corpus", "split", "length", "windows")  # rows that are equal in these
 def main(argv: list[str] | None = None) -> int:
     parser = command_parser(__doc__)
     add = parser.add_argument
-    add("what", choices=("run", "status", "collect", "check"))
+    commands = ("run", "status", "collect", "check")
+    add("what", choices=commands, help="run missing cells, or show, collect or check cells")
     add("file", type="path", help="a file as in configs/sweeps, or the name of one there")
     add("--folder", type=Path, metavar="DIR", help="folder of the runs; default: runs/sweeps/NAME")
     add(

@@ -60,9 +60,7 @@ class WrongEncoding(UserError):
 class Position(Float32Module):
     """A positional encoding: override any of its hooks. Its numbers stay in float32.
 
-    The hooks are `prepare`, `on_embeddings`, `on_embeddings_by_ids`, `on_queries_keys`,
-    `distance_bias`, `distance_weight`, `score_scale`, `index_bias`, `score_bias`, `block_scores`
-    and `on_scores`; docs/add_an_encoding.md has an example of each.
+    The hooks are the methods from `prepare` to `on_scores`; docs/add_an_encoding.md lists them.
 
     per_layer: every layer needs parameters of its own, whatever `pos_emb_shared` says
     by_distance: whether positions count by their differences alone, apart from what is added to

@@ -32,6 +32,7 @@ OTHER_HOOKS = (
     "distance_weight",
     "score_scale",
     "index_bias",
+    "block_scores",
     "score_bias",
     "on_scores",
 )

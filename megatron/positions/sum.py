@@ -46,12 +46,12 @@ class Sum(Position):
         self.crosses_documents = reasons[0] if reasons else None
         self.in_parts = tuple(
             hook
-            for hook in {hook: None for part in parts for hook in part.in_parts}
+            for hook in {hook for part in parts for hook in part.in_parts}
             if all(hook in part.in_parts for part in parts if part.has(hook))
         )
         if sum(part.has("block_scores") for part in parts) > 1:
             raise UserError("parts: only one part can give the scores themselves; keep one of them")
-        for part in self._parts[1:]:
+        for part in parts[1:]:
             if part.score_width != 1:
                 raise UserError(
                     f"parts: {type(part).__name__} makes queries and keys wider; name it first"

@@ -1,4 +1,4 @@
-"""Write configs/README.md, docs/positions.md with its folder, and docs/commands (`make docs`)."""
+"""Write configs/README.md, the pages of encodings, the atlas and docs/commands (`make docs`)."""
 
 import os
 import shlex
