@@ -216,9 +216,9 @@ def test_the_guide_says_what_tasks_decide(committed, p_of, atlas, page):
 
 def test_the_guide_names_what_its_encodings_decidedly_lose(p_of, page):
     lost = {part: [] for part in PARTS}
-    names = {"fox": "FoX", "path_fox": "path_fox", "t5": "T5", "rnope_swa": "rnope_swa"}
-    others = ["scale_invariant", "bam", "cable", "grape_a", "kerple_log_3para"]
-    names |= {name: name for name in ("ssmax", "dynamic_position_bias", *others)}
+    others = ["path_fox", "rnope_swa", "ssmax", "dynamic_position_bias", "scale_invariant"]
+    others += ["bam", "cable", "grape_a", "kerple_log_3para", "mep_free", "kerple_log"]
+    names = {"fox": "FoX", "t5": "T5"} | {name: name for name in others}
     for part, (name, shown) in itertools.product(PARTS, names.items()):
         if p_of("alibi", name, part) < 0.01:
             lost[part].append(shown)
@@ -226,9 +226,9 @@ def test_the_guide_names_what_its_encodings_decidedly_lose(p_of, page):
         "induction": {"FoX", "path_fox", "T5", "ssmax"},
         "flip_flop": {"rnope_swa", "T5", "ssmax"},
     }
-    words = "FoX, path_fox, T5 and ssmax on induction; rnope_swa, T5 and ssmax on flip_flop."
-    assert f"Decided losses against ALiBi (p < 0.01): {words}" in page
-    assert f"decided gain: needle (p {p_of('rnope_swa', 'alibi', 'needle'):.3f})" in page
+    words = "FoX, path_fox, T5 and ssmax on induction; rnope_swa, T5 and ssmax on flip_flop"
+    assert f"ALiBi beats {words} (p < 0.01)." in page
+    assert f"beats ALiBi on needle (p {p_of('rnope_swa', 'alibi', 'needle'):.3f})" in page
 
 
 def test_other_sentences_of_the_page_are_decided_or_not(differences, p_of, atlas, page):
