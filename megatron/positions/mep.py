@@ -28,6 +28,7 @@ OTHER_HOOKS = (
     "on_embeddings",
     "on_embeddings_by_ids",
     "on_queries_keys",
+    "on_queries_keys_at",
     "on_queries_keys_by_content",
     "distance_weight",
     "score_scale",

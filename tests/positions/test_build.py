@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from megatron.errors import UserError
-from megatron.positions import ALIASES, REGISTRY, Shape, build
+from megatron.positions import ALIASES, REGISTRY, Position, Shape, build, register
+from megatron.positions.base import DistanceBias
 
 SLIPS = Path(__file__).with_name("slips.yml")
 SHAPE = Shape(heads=4, head_dim=8, hidden=32, train_length=64)
@@ -24,3 +25,14 @@ def test_a_slip_is_named_with_its_cure():
 def test_every_alias_is_of_an_encoding_and_builds_it():
     assert set(ALIASES.values()) <= REGISTRY.keys()
     assert type(build("rpe", SHAPE)) is REGISTRY["t5"]
+
+
+NAMES = [*vars(Position)]
+HOOKS = {*NAMES[NAMES.index("prepare") : NAMES.index("on_scores") + 1]} - {"distance_bias"}
+
+
+@pytest.mark.parametrize("hook", sorted(HOOKS))
+def test_a_mixture_refuses_a_kernel_that_does_more_than_it_asks_for(own_registry, hook):
+    register("more")(type("More", (DistanceBias,), {hook: lambda self, *inputs: None}))
+    with pytest.raises(UserError, match="kernels: more is more than a bias by distance"):
+        build("mep", SHAPE, kernels=["exp", "more"])
