@@ -13,24 +13,22 @@ adds the token to the cache, so the text grows a little while we measure. nanoGP
 table is left out if it is named.
 
 Every round runs each encoding once. Ratios compare with the first line of the same round; the table
-shows medians. On a CPU, time means CPU time of all threads. Memory is what a call needs in addition
-to its inputs; on a CPU, how much the process grows.
+shows medians. On a CPU, time means CPU time of all threads. Memory is what a call's tensors take
+at once in addition to its inputs.
 """
 
 import argparse
-import ctypes
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.benchmark import Timer
 from torch.utils.benchmark.utils.timer import timer as synchronized
 
@@ -229,12 +227,14 @@ def peak(call: Call) -> int:
         before = torch.cuda.memory_allocated()
         call()
         return torch.cuda.max_memory_allocated() - before
-    ctypes.CDLL(None).malloc_trim(0)  # give memory that earlier calls freed back to the system
-    before = psutil.Process().memory_info().rss
-    Path("/proc/self/clear_refs").write_text("5")  # this resets the peak, unlike ru_maxrss
-    call()
-    status = Path("/proc/self/status").read_text()
-    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024 - before
+    # A process's resident memory would include what the system reclaims during the call.
+    recorded: Any = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with recorded:
+        call()
+    events = recorded.profiler.kineto_results.events()
+    changes = [event for event in events if event.name() == "[memory]"]
+    changes.sort(key=lambda event: event.start_ns())
+    return max(accumulate((change.nbytes() for change in changes), initial=0))
 
 
 if __name__ == "__main__":
