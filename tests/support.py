@@ -3,8 +3,6 @@
 Tests of the kernels import it where torch, numpy and pytest alone are installed.
 """
 
-import ctypes
-import gc
 import json
 import multiprocessing
 import os
@@ -12,15 +10,13 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 from unittest import mock
-
-import pytest
 
 from megatron.parallel.grid import PLACE
 from megatron.positions import REGISTRY
@@ -104,30 +100,6 @@ def fill(module: Any, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         parameter = module.get_parameter(name)
         parameter.data.copy_(value.reshape(parameter.shape))
-
-
-PEAK = Path("/proc/self/clear_refs")  # 5 written here: VmHWM starts anew
-measures_memory = pytest.mark.skipif(not PEAK.exists(), reason="needs Linux's /proc")
-
-
-@contextmanager
-def memory_below(most: float) -> Iterator[None]:
-    """Assert that a block needs fewer bytes at once than these, beyond what is there before it.
-
-    getrusage's ru_maxrss never falls, and begins with that of the parent process.
-    """
-
-    def kib(name: str) -> int:
-        status = Path("/proc/self/status").read_text(encoding="utf-8")
-        return int(re.findall(rf"{name}:\s+(\d+) kB", status)[0])
-
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # or the block would reuse what is freed and still counted
-    PEAK.write_text("5")
-    before = kib("VmRSS")
-    yield
-    used = 1024 * (kib("VmHWM") - before)
-    assert used < most, f"{used / 1e6:.0f} MB"
 
 
 def make_texts(folder: Path) -> Path:

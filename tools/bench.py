@@ -221,13 +221,10 @@ def measure(
 
 
 def peak(call: Call) -> int:
-    """Bytes that a call needs in addition to its inputs."""
-    if ON_GPU:
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        return torch.cuda.max_memory_allocated() - before
-    # A process's resident memory would include what the system reclaims during the call.
+    """Bytes that all tensors of a call take at once, in addition to those before it.
+
+    A process's resident memory would include what the system takes back meanwhile.
+    """
     recorded: Any = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with recorded:
         call()

@@ -194,7 +194,11 @@ def encoded(
     if x is None and any(encoding.has(hook) for hook in BY_CONTENT):
         raise UserError(f"{fault} reads content; give x, the input of the layer's attention")
     heads = shape.heads // encoding.heads_per_query
-    sizes = {"q": (q, [batch, heads, new, shape.head_dim])}
+    sizes = {
+        "q": (q, [batch, heads, new, shape.head_dim]),
+        "k": (k, [batch, k.shape[1], new, shape.head_dim]),
+        "v": (v, [batch, k.shape[1], new, v.shape[-1]]),
+    }
     if segments is not None:
         sizes["segments"] = segments, [batch, length]
     for name, (tensor, expected) in sizes.items():

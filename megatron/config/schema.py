@@ -578,7 +578,7 @@ class Checkpoint(Section):
     """true: continue at the step of load with a fresh optimizer; then the weights suffice."""
     override_lr_scheduler: bool = False
     """true: if train_iters changes, a continued run stretches its schedule over the new number of
-    steps, with lr_decay_iters."""
+    steps, unless a file sets lr_decay_iters."""
     use_checkpoint_lr_scheduler: bool = False
     """true: a continued run keeps the schedule of its checkpoint: rate, floor, style, warm-up and
     lr_decay_iters."""

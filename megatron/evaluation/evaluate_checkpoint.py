@@ -379,9 +379,11 @@ def variants(
 def answer(question: Facts, rows: Iterable[Row]) -> Row | None:
     """The first row with every fact of the question and the same attention settings, or None.
 
-    A row with a window doesn't answer a question without one.
+    A row with a window doesn't answer a question without one. Rows of another commit answer it, if
+    their `code` is the same.
     """
     question = json.loads(json.dumps(question))  # as JSON returns it: tuples become lists
+    question.pop("commit", None)
     inputs = identity(cast(Question, question), ATTENTION_INPUTS)
     for row in rows:
         if agrees(row, question) and identity(row, ATTENTION_INPUTS) == inputs:

@@ -374,10 +374,10 @@ class GPT(nn.Module):
             )
             if content is not None:
                 content = Content.of((None, new(0, 0, 0, position.score_rank)), 0)
-            hides = settings.blockwise or settings.reset_attention_mask
-            chunk = self.train_length if hides else None
+            chunk = self.train_length if settings.blockwise else None
+            segments = new(0, 0) if settings.reset_attention_mask else None
             terms = Terms(
-                *(bias, weight, plan.window, chunk),
+                *(bias, weight, plan.window, chunk, segments),
                 index_bias=index_bias,
                 on_scores=on_scores,
                 content=content,

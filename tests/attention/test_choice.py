@@ -1,6 +1,6 @@
 """Which backend computes, and why: by device, the encoding's needs and the configuration."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
@@ -80,6 +80,12 @@ def test_what_cannot_be_computed_is_refused_before_the_first_token():
     tensors = torch.randn(3, 1, 2, 8, 16)
     with pytest.raises(UserError, match="sdpa cannot compute this: the encoding looks at content"):
         attention(*tensors, on_scores=torch.sin, backend="sdpa")
+
+
+def test_documents_are_no_chunks():
+    gpt = Subject("alibi").gpt("flex")  # which computes no chunks
+    gpt.use_attention(replace(gpt.attention, reset_attention_mask=True))
+    assert gpt.attention_choice.backend == "flex"
 
 
 def test_a_term_that_a_backend_does_not_name_is_refused_by_it():
