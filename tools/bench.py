@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -195,7 +196,6 @@ def measure(
         print(name, file=sys.stderr, flush=True)
         try:
             call = make(name, settings)
-            call()
             peaks[name] = peak(call)
         except Exception as fault:  # of an encoding, a compiler or a device
             reasons[name] = str(fault).partition("\n")[0]
@@ -225,13 +225,13 @@ def peak(call: Call) -> int:
 
     A process's resident memory would include what the system takes back meanwhile.
     """
-    recorded: Any = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with recorded:
-        call()
-    events = recorded.profiler.kineto_results.events()
-    changes = [event for event in events if event.name() == "[memory]"]
-    changes.sort(key=lambda event: event.start_ns())
-    return max(accumulate((change.nbytes() for change in changes), initial=0))
+    for _ in range(2):  # the first call tells the profiler the sizes of what the second one frees
+        recorded: Any = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        with recorded:
+            call()
+    events = sorted(recorded.profiler.kineto_results.events(), key=methodcaller("start_ns"))
+    changes = (event.nbytes() for event in events if event.name() == "[memory]")
+    return max(accumulate(changes, initial=0))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ python tools/explain_config.py train.yml exp_configs/ali_tanh_gau_all003_arxiv_1
 
 It lists every key with its value, source and meaning, then the size of the run: parameters, tokens,
 floating point operations, memory and GPU hours. The hours depend on --mfu, the fraction of the data
-sheet's speed that the run reaches; the default is 0.35, and the log of a run shows yours as `mfu`.
-Nothing is trained.
+sheet's speed that the run reaches; the default is 0.35. A run's log shows `mfu`, which is higher
+because it counts masked attention too. Nothing is trained.
 
 -o converts published files (KERPLE, MEP, GPT-NeoX) to one file in today's spelling. If the pos-emb
 of one of MEP's files hides its mixture, we suggest kernels from the file's name.

@@ -137,7 +137,8 @@ def test_gradients_reach_the_encoding_and_the_projections():
         ("fox", {"x": None}, "Fox: reads content; give x"),
         ("learned", {}, r"on_embeddings\(x\) once, .*applied=\['on_embeddings'\]"),
         ("rope_pp", {}, r"q is \[2, 4, 70, 8\], and must be \[2, 2, 70, 8\]"),
-        ("alibi", {"tokens": 9}, r"v is \[2, 4, 9, 8\], and must be \[2, 4, 70, 8\]"),
+        ("alibi", {"keys": 9}, r"k is \[2, 4, 9, 8\], and must be \[2, 4, 70, 8\]"),
+        ("alibi", {"values": 9}, r"v is \[2, 4, 9, 8\], and must be \[2, 4, 70, 8\]"),
         ("path", {"key_heads": 2}, "num_key_value_heads: 2"),
         ("alibi", {"segments": torch.zeros(2, 9)}, r"segments is \[2, 9\], and must be \[2, 70\]"),
         ("path", {"segments": torch.zeros(2, LENGTH)}, "cannot keep documents apart"),
@@ -147,7 +148,7 @@ def test_gradients_reach_the_encoding_and_the_projections():
 def test_what_does_not_fit_is_one_message(name, changes, message):
     options = dict(changes)
     q, k, v, x = projected(key_heads=options.pop("key_heads", HEADS))
-    v = v[:, :, : options.pop("tokens", LENGTH)]
+    k, v = k[:, :, : options.pop("keys", LENGTH)], v[:, :, : options.pop("values", LENGTH)]
     options = {"x": x} | options
     with pytest.raises(UserError, match=message):
         encoded(encoding_called(name), q, k, v, **options)
