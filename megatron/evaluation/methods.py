@@ -13,7 +13,7 @@ keys are near, which far keys are visible, and which positions far queries and f
 | lm_infinite (arXiv 2308.16137) | the first `sinks` of the text | limit |
 | sinks with a window (StreamingLLM, arXiv 2309.17453) | the first `sinks` | of places in a cache |
 
-`dual_chunk` has three versions of a score, by the chunks of both tokens: see `Method.seen_keys`.
+`dual_chunk` has three versions of a score, by the chunks of both tokens: see `Method.places`.
 
 `dynamic_ntk` changes the base of a rotary encoding for later queries: they use dynamic NTK's base
 for their number of keys n, rounded up to whole steps. That base is base · (factor · n / seq_length
@@ -21,7 +21,7 @@ for their number of keys n, rounded up to whole steps. That base is base · (fac
     uses the base of the whole text for every query, so a longer text changes earlier outputs. Here
     only the last query of a step gets the same base as there.
 
-`pi`, `ntk`, `yarn`, `longrope` and `clipped_rope` are relatives of `rotary` (positions/rotary.py),
+`pi`, `ntk`, `yarn` and `clipped_rope` are relatives of `rotary` (positions/rotary.py),
 on a model that was trained without them: positions stay, and frequencies change.
 """
 
@@ -109,33 +109,16 @@ METHODS = {
     "pi": MethodKind({"factor": float}, needs="stretches", scaling="linear"),
     "ntk": MethodKind({"factor": float}, needs="stretches", scaling="ntk"),
     "yarn": MethodKind({"factor": float}, needs="stretches", scaling="yarn"),
-    "longrope": MethodKind(
-        {"factor": float, "factors": str}, needs="stretches", scaling="longrope"
-    ),
     "clipped_rope": MethodKind({"clipped": int}, needs="stretches", scaling="clipped_rope"),
 }
 """All names that `--method` accepts."""
 SINKS = MethodKind({"window": int, "sinks": int}, needs=None)
 """The setting `sinks` with `window`."""
-FACTORS: dict[str, dict[str, list[float]]] = {}
-"""LongRoPE's factors from files: long_factor and short_factor, by a name made from their
-contents."""
 
 
-class SeenKeys(NamedTuple):
-    """The keys first … end - 1 as some queries see them.
-
-    query_place [queries], key_place [keys of the text]: their positions, possibly fractions
-    last [queries]: the last key that each query sees, possibly beyond `end`
-    window: the number of visible keys up to that one; None: all
-    """
-
-    query_place: Tensor
-    key_place: Tensor
-    first: int
-    end: int
-    last: Tensor
-    window: int | None = None
+SeenKeys = tuple[int, int, Tensor, int | None]
+"""The keys first … end - 1 as some queries see them: first, end, the last key that each query sees
+[queries], possibly beyond `end`, and the number of visible keys up to that one, None for all."""
 
 
 @dataclass(frozen=True)
@@ -166,9 +149,7 @@ class Method:
         instead."""
         if self.kind.scaling is None:
             return {}
-        options = dict(self.options)
-        factors = FACTORS.get(options.pop("factors", ""), {})
-        return {"name": self.kind.scaling, **options, **factors}
+        return {"name": self.kind.scaling, **self.options}
 
     def far(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Positions of queries and keys for scores of far keys: [queries], [keys] -> same."""
@@ -235,7 +216,8 @@ class Method:
         """The output of attention over a text: [batch, heads, queries, head_dim]."""
         start, end = text.start, text.k.shape[2]
         key = torch.arange(end, device=text.k.device)
-        values = for_each_query_head(text.v, text.q.shape[1] // text.v.shape[1])
+        dtype, group = text.v.dtype, text.q.shape[1] // text.v.shape[1]
+        text = replace(text, v=for_each_query_head(text.v, group))
         near_keys = self.near_keys
         if near_keys is None:
             # The queries in parts, each with the base for its length.
@@ -243,83 +225,87 @@ class Method:
             for first, stop, stretch in self.parts(start, end, text.position.shape.train_length):
                 rows, keys = slice(first - start, stop - start), slice(0, stop)
                 q, k = text.turned(rows, key[first:stop], key[keys], stretch)
-                outputs.append(attend(q, k, values[:, :, keys], text.terms.part(rows, keys)))
+                outputs.append(attend(q, k, text.v[:, :, keys], text.terms.part(rows, keys)))
             return torch.cat(outputs, dim=2)
 
         scale = text.position.origin.new_full((1, end - start), self.options.get(FACTOR, 1.0) ** 2)
         if text.query_scale is not None:
             scale = scale * text.query_scale
-        text = replace(text, query_scale=scale)
-        values = values.to(torch.promote_types(values.dtype, torch.float32))
-        batch, heads = text.q.shape[:2]
-        size = max(1, min(BLOCK, MOST_SCORES // (batch * heads * end)))
+        wide = torch.promote_types(dtype, torch.float32)
+        q, k, v = (x.to(wide) for x in (text.q, text.k, text.v))
+        text = Text(text.position, q, k, v, text.terms, scale)
+        queries = slice(0, end - start)
+        turned = [
+            (*places, *text.turned(queries, *places)) for places in self.places(key[start:], key)
+        ]
+        size = max(1, min(BLOCK, MOST_SCORES // (q[:, :, 0, 0].numel() * end)))
         chunk = self.options.get("chunk", end)
         outputs = []
         while start < end:
             stop = min(start + size, (start // chunk + 1) * chunk, end)
             if start < near_keys:  # either all queries of a block have far keys, or none
                 stop = min(stop, near_keys)
-            outputs.append(self.block(text, values, key, start, stop))
+            outputs.append(self.block(text, turned, key[start:stop]))
             start = stop
-        return torch.cat(outputs, dim=2).to(text.v.dtype)
+        return torch.cat(outputs, dim=2).to(dtype)
 
-    def block(self, text: Text, v: Tensor, key: Tensor, start: int, stop: int) -> Tensor:
-        """The output of the queries start … stop - 1: [batch, heads, queries, features].
+    def block(self, text: Text, turned: Sequence[Sequence[Tensor]], query: Tensor) -> Tensor:
+        """The output of neighbouring queries: [batch, heads, queries, features].
 
-        v [batch, heads, keys, features]; key [keys]: 0, 1, 2, …
+        turned: `places`, and all queries and keys there
         """
-        rows = slice(start - text.start, stop - text.start)
-        out = lse = None
-        for seen in self.seen_keys(key[start:stop], key, text.terms.window):
-            columns = slice(max(0, seen.first), seen.end)
-            if columns.start >= columns.stop:
-                continue
-            q, k = text.turned(rows, seen.query_place, seen.key_place[: columns.stop])
-            part_out, part_lse = attended_keys(
-                q.to(v.dtype),
-                k[:, :, columns].to(v.dtype),
-                v[:, :, columns],
-                replace(text.terms.part(rows, columns), window=seen.window),
-                seen.last - columns.start,
-                seen.query_place.long()[:, None] - seen.key_place[columns].long(),
-            )
-            if out is None or lse is None:
-                out, lse = part_out, part_lse
-            else:
-                out, lse = merge(out, lse, part_out, part_lse)
-        assert out is not None
-        assert lse is not None
+        rows = slice(int(query[0]) - text.start, int(query[-1]) + 1 - text.start)
+        parts = []
+        for (first, end, last, window), (query_place, key_place, q, k) in zip(
+            self.seen_keys(query, text.terms.window), turned, strict=False
+        ):
+            columns = slice(max(0, first), end)
+            if columns.start < end:
+                terms = replace(text.terms.part(rows, columns), window=window)
+                q, k, v = q[:, :, rows], k[:, :, columns], text.v[:, :, columns]
+                places = query_place[rows], key_place[columns]
+                parts.append(attended_keys(q, k, v, terms, last - columns.start, *places))
+        out, lse = parts[0]
+        for part in parts[1:]:
+            out, lse = merge(out, lse, *part)
         return with_sink(out, lse, text.terms.sink)
 
-    def seen_keys(self, query: Tensor, key: Tensor, window: int | None) -> Iterator["SeenKeys"]:
-        """The keys of neighbouring queries: near ones, then far ones."""
+    def places(self, query: Tensor, key: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Positions of queries and keys for each of `seen_keys`: [queries], [keys] -> same."""
+        if "chunk" not in self.options:
+            far_query, far_key = self.far(query, key)
+            return [(query, key), (far_query, far_key[: self.options.get("sinks")])]
+        # Key j has position j mod chunk. Query i has position i mod chunk for keys of its own
+        # chunk, min(i mod chunk + chunk, limit) for keys of the chunk before, and min(2 chunk - 1,
+        # limit) for all earlier ones (arXiv 2402.17463).
+        chunk, limit = self.options["chunk"], self.options["limit"]
+        own_place = query % chunk
+        next_place = (own_place + chunk).clamp(max=limit)
+        far_place = torch.full_like(own_place, min(2 * chunk - 1, limit))
+        return [(place, key % chunk) for place in (own_place, next_place, far_place)]
+
+    def seen_keys(self, query: Tensor, window: int | None) -> Iterator[SeenKeys]:
+        """The keys of neighbouring queries, for each of `places`: near ones, then far ones."""
         first, end = int(query[0]), int(query[-1]) + 1
         if "chunk" in self.options:
-            # Key j has position j mod chunk. Query i has position i mod chunk for keys of its own
-            # chunk, at min(i mod chunk + chunk, limit) for keys of the chunk before, and at min(2
-            # chunk - 1, limit) for all earlier ones (arXiv 2402.17463).
-            chunk, limit = self.options["chunk"], self.options["limit"]
-            begin, place = first - first % chunk, key % chunk
-            own_place = place[first:end]
-            next_place = (own_place + chunk).clamp(max=limit)
-            far_place = torch.full_like(own_place, min(2 * chunk - 1, limit))
-            yield SeenKeys(own_place, place, begin, end, query)
-            yield SeenKeys(next_place, place, begin - chunk, begin, query)
-            yield SeenKeys(far_place, place, 0, begin - chunk, query)
+            chunk = self.options["chunk"]
+            begin = first - first % chunk
+            yield begin, end, query, None
+            yield begin - chunk, begin, query, None
+            yield 0, begin - chunk, query, None
             return
         near, sinks = self.options["window"], self.options.get("sinks")
         if sinks is not None:
             window = None
         nearest = min(near, window or near)
-        yield SeenKeys(query, key, first - nearest + 1, end, query, nearest)
+        yield first - nearest + 1, end, query, nearest
         if window is not None and window <= near:
             return
-        far_query, far_key = self.far(query, key)
         first_far = 0 if window is None else first - window + 1
         end_of_far = end - near if sinks is None else min(sinks, end - near)
         # Far keys follow a causal mask that is shifted by `near` tokens.
         far_window = None if window is None else window - near
-        yield SeenKeys(far_query, far_key, first_far, end_of_far, query - near, far_window)
+        yield first_far, end_of_far, query - near, far_window
 
     def parts(self, start: int, end: int, train_length: int) -> Iterator[tuple[int, int, float]]:
         """(first query, end, growth of the base) of the queries start … end - 1, by their base."""
@@ -366,8 +352,6 @@ def method_of(text: str, train_length: int) -> Method:
     for key in kind.options:
         if key not in options:
             raise UserError(f"--method {name}: {key}= is missing and has no default; add it")
-        if key == "factors":  # a name of numbers
-            continue
         least, most = bounds.get(key, (1, MOST))
         if not least <= options[key] <= most:
             value = options[key]
@@ -475,20 +459,28 @@ def clipped(table: Tensor | None, distance: int | None) -> Tensor | None:
 
 
 def attended_keys(
-    q: Tensor, k: Tensor, v: Tensor, terms: Terms, last: Tensor, distance: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: Terms,
+    last: Tensor,
+    query_place: Tensor,
+    key_place: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Attention of some queries to some keys: the output and lse.
 
-    last [queries]: the last key that each query sees; distance [queries, keys]: columns of tables
+    last [queries]: the last key that each query sees; query_place [queries], key_place [keys]:
+    positions, for tables by distance
     """
-    distance = distance.clamp(min=0)
     plain = terms.weight is None and terms.content is None
+    distance = None
+    if terms.bias is not None or not plain:
+        distance = (query_place.long()[:, None] - key_place.long()).clamp(min=0)
     if not plain or q.device.type != "cpu" or torch.is_grad_enabled():
         scores = all_scores(q, k, terms, query=last, distance=distance)
         out, lse = attended(scores, v, True)
         assert lse is not None
         return out, lse
-    key = torch.arange(k.shape[2])
-    added = q.new_zeros(1, *distance.shape) if terms.bias is None else terms.bias[:, distance]
-    masked = mask(last, key, terms.window, None, None)
+    masked = mask(last, torch.arange(k.shape[2]), terms.window, None, None)
+    added = q.new_zeros(1, *masked.shape) if terms.bias is None else terms.bias[:, distance]
     return cpu_kernel(q, k, v, added.to(q.dtype).masked_fill(masked, -math.inf)[None])

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -11,16 +10,12 @@ from typing import Any, NoReturn, Self
 
 import torch
 
-from megatron import strict_json
 from megatron.cli_errors import CommandParser
 from megatron.errors import UserError
-from megatron.evaluation.methods import FACTORS, METHODS
-from megatron.files import expanded, read_small
-from megatron.positions import fingerprint
+from megatron.evaluation.methods import METHODS
 from megatron.protocols import MOST, MOST_TOKENS, OPTIONS, PROTOCOLS, Protocol, protocol_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-LONGEST_FACTORS = 10**6  # bytes of a file of factors
 MOST_KEPT = 2**20  # largest number of single losses in a row
 VARIED = ("window", "logn_scale", "paper_precision", "sinks", "clip_distance", "method")
 """Attention settings for which an evaluation may try several values on the same weights."""
@@ -215,21 +210,5 @@ def switch(text: str) -> bool:
 
 
 def method_or_none(text: str) -> str | None:
-    """A method for longer texts, or none. A file of factors is read and named by its contents."""
-    options, _, file = text.partition(",factors=")
-    if not file:
-        return None if text == "none" else text
-    try:
-        content = strict_json.parse(read_small(Path(expanded(file)), LONGEST_FACTORS))
-        for key in ("rope_scaling", "rope_parameters"):  # a config.json has them here
-            content = content.get(key) or content
-        factors = {key: content[key] for key in ("long_factor", "short_factor")}
-    except (OSError, ValueError, AttributeError, LookupError, TypeError):
-        raise argparse.ArgumentTypeError(
-            f"{text:.80}: write longrope,factor=N,factors=FILE; FILE is JSON with the lists"
-            " long_factor and short_factor, one number per feature pair, such as the config.json"
-            " of a LongRoPE model"
-        ) from None
-    name = fingerprint(json.dumps(factors))[:12]
-    FACTORS[name] = factors
-    return f"{options},factors={name}"
+    """A method for longer texts, or none."""
+    return None if text == "none" else text

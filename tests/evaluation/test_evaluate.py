@@ -489,7 +489,7 @@ def test_what_cannot_be_evaluated_is_one_message_and_writes_nothing(home, folder
         f"{run_folder} --step 6 data_path={folder}/endless": "reset_attention_mask: the documents",
         f"{file} --window wide": "argument --window: wide is not .* 16,777,216, or none, or train_",
         f"{file} --method rerop": "--method rerop: no such method; did you mean rerope",
-        f"{file} --method longrope": "--method longrope: factor= is missing",
+        f"{file} --method ntk": "--method ntk: factor= is missing",
         f"{file} --logn-scale yes": "argument --logn-scale: yes: must be on or off",
         f"{run_folder} --step 4 --sinks 2 --clip-distance 5 --method rerope rerope,window=17": (
             "--sinks 2: without a window(.|\\n)*--clip-distance 5: rotary has no table by distance"

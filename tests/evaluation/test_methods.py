@@ -15,7 +15,6 @@ from megatron.attention.terms import Terms
 from megatron.errors import UserError
 from megatron.evaluation import methods
 from megatron.evaluation.methods import (
-    FACTORS,
     METHODS,
     MeasuredAttention,
     Method,
@@ -137,15 +136,11 @@ def test_a_layer_that_cannot_is_named():
             with_method(model("rotary", f"pos_emb_layers={names}"), variant)
 
 
-FACTORS["of_eight"] = {"long_factor": [1.0, 2.0, 3.0, 4.0], "short_factor": [1.0, 1.0, 1.5, 2.0]}
-FACTORS["of_two"] = {"long_factor": [1.0, 2.0], "short_factor": [1.0, 2.0]}
-
-
 @torch.no_grad()
 def test_after_other_frequencies_a_model_reads_as_it_was_trained():
     gpt, ids = model("sum"), torch.randint(50, (1, 100))
     plain = gpt(ids)
-    for method in ("longrope,factor=4,factors=of_eight", "yarn,factor=4", "rerope", None):
+    for method in ("ntk,factor=4", "yarn,factor=4", "rerope", None):
         gpt.use_attention(settings(method=method))
         assert torch.allclose(gpt(ids), plain) == (method is None)
 
@@ -210,8 +205,8 @@ REFUSED = (
     ({"method": "rerope,window=4.5"}, ["window=4.5 is not valid; write window=int"]),
     ({"method": "self_extend"}, ["--method self_extend: group= is missing and has no default"]),
     (
-        {"method": "longrope,factor=4,factors=of_two"},
-        ["rotary does not support it: long_factor: 2 numbers are given; give 4 numbers, one for"],
+        {"method": "clipped_rope,clipped=9"},
+        ["rotary does not support it: clipped: 9 is not between 1 and 4"],
     ),
     ({"method": "leaky_rerope,factor=nan"}, ["factor=nan must be between 1 and 16777216"]),
     ({"method": "dual_chunk,chunk=20,limit=19"}, ["limit=19 must be between 20 and 16777216"]),
@@ -268,7 +263,7 @@ def test_a_method_names_all_of_its_options():
     ):
         assert method_of(words, 512).text == text
         assert method_of(text, 512) == method_of(words, 512)
-    assert set(METHODS) == set(VARIANTS) - {"sinks", "clip_distance"} | {"pi", "ntk", "longrope"}
+    assert set(METHODS) == set(VARIANTS) - {"sinks", "clip_distance"} | {"pi", "ntk"}
 
 
 class LargestTensor(TorchDispatchMode):

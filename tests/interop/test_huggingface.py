@@ -21,8 +21,6 @@ from megatron.data.tokenizers.build import build_tokenizer
 from megatron.data.tokens import TokenWriter
 from megatron.errors import UserError
 from megatron.evaluation.loaded_run import checked_tokenizer, loaded_model
-from megatron.evaluation.methods import MeasuredAttention
-from megatron.evaluation.options import method_or_none
 from megatron.interop import open_model
 from megatron.interop.families import FAMILIES, each_weight, write_weights
 from megatron.interop.huggingface import WHOLE, open_folder, read_settings
@@ -314,24 +312,6 @@ def test_new_weights_in_shards_of_any_name_are_imported_anew(folder, tmp_path, m
     assert runs[0] == runs[1] != runs[2]
     norm = open_model(runs[2])[0].state_dict()["norm.weight"]
     assert torch.equal(norm, scaled["model.norm.weight"])
-
-
-@torch.no_grad()
-def test_longrope_by_the_lists_of_a_config_has_the_logits_of_that_config(folder, tmp_path):
-    scaling = {
-        "rope_type": "longrope",
-        "factor": 4.0,
-        "original_max_position_embeddings": 320,
-        "long_factor": [1.0, 1.5, 2.5, 4.0],
-        "short_factor": [1.0, 1.0, 1.2, 1.5],
-    }
-    place = edited(folder("llama"), tmp_path / "long", rope_parameters=scaling)
-    theirs = transformers.LlamaForCausalLM.from_pretrained(place)
-    ours, _ = open_model(folder("llama"))
-    method = method_or_none(f"longrope,factor=4,factors={place}/config.json")
-    ours.use_attention(MeasuredAttention(method=method))
-    for ids in (random_ids(320), random_ids(700)):
-        torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=0, atol=5e-5)
 
 
 @torch.no_grad()
