@@ -88,15 +88,15 @@ class Text:
         return self.k.shape[2] - self.q.shape[2]
 
     def turned(
-        self, rows: slice, query: Tensor, key: Tensor, stretch: float = 1.0
+        self, rows: slice, query: Tensor, key: Tensor, stretch: float = 1.0, first: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Some queries, and the first keys, where they stand for a method.
+        """Some queries, and the keys from `first` on, where they stand for a method.
 
         query [rows], key [keys]: int64 or float -> [batch, heads, rows, features] and
-        [batch, heads, keys, features], without groups
+        [batch, heads, keys, features], without groups and in the dtype of q
         """
         q = self.q[:, :, rows]
-        k = self.k[:, :, : len(key)]
+        k = self.k[:, :, first : first + len(key)].to(q.dtype)
         position = self.position
         if position.has("on_queries_keys_at"):
             query = query.to(position.origin)

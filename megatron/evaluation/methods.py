@@ -13,7 +13,7 @@ keys are near, which far keys are visible, and which positions far queries and f
 | lm_infinite (arXiv 2308.16137) | the first `sinks` of the text | limit |
 | sinks with a window (StreamingLLM, arXiv 2309.17453) | the first `sinks` | of places in a cache |
 
-`dual_chunk` has three versions of a score, by the chunks of both tokens: see `Method.places`.
+`dual_chunk` has three versions of a score, by the chunks of both tokens: see `Method.seen_keys`.
 
 `dynamic_ntk` changes the base of a rotary encoding for later queries: they use dynamic NTK's base
 for their number of keys n, rounded up to whole steps. That base is base · (factor · n / seq_length
@@ -116,9 +116,20 @@ SINKS = MethodKind({"window": int, "sinks": int}, needs=None)
 """The setting `sinks` with `window`."""
 
 
-SeenKeys = tuple[int, int, Tensor, int | None]
-"""The keys first … end - 1 as some queries see them: first, end, the last key that each query sees
-[queries], possibly beyond `end`, and the number of visible keys up to that one, None for all."""
+class SeenKeys(NamedTuple):
+    """The keys first … end - 1 as some queries see them.
+
+    query_place [queries], key_place [keys of the text]: their positions, possibly fractions
+    last [queries]: the last key that each query sees, possibly beyond `end`
+    window: the number of visible keys up to that one; None: all
+    """
+
+    query_place: Tensor
+    key_place: Tensor
+    first: int
+    end: int
+    last: Tensor
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -216,7 +227,7 @@ class Method:
         """The output of attention over a text: [batch, heads, queries, head_dim]."""
         start, end = text.start, text.k.shape[2]
         key = torch.arange(end, device=text.k.device)
-        dtype, group = text.v.dtype, text.q.shape[1] // text.v.shape[1]
+        group = text.q.shape[1] // text.v.shape[1]
         text = replace(text, v=for_each_query_head(text.v, group))
         near_keys = self.near_keys
         if near_keys is None:
@@ -231,81 +242,94 @@ class Method:
         scale = text.position.origin.new_full((1, end - start), self.options.get(FACTOR, 1.0) ** 2)
         if text.query_scale is not None:
             scale = scale * text.query_scale
-        wide = torch.promote_types(dtype, torch.float32)
-        q, k, v = (x.to(wide) for x in (text.q, text.k, text.v))
-        text = Text(text.position, q, k, v, text.terms, scale)
-        queries = slice(0, end - start)
-        turned = [
-            (*places, *text.turned(queries, *places)) for places in self.places(key[start:], key)
-        ]
-        size = max(1, min(BLOCK, MOST_SCORES // (q[:, :, 0, 0].numel() * end)))
+        wide = torch.promote_types(text.v.dtype, torch.float32)
+        text = replace(text, q=text.q.to(wide), query_scale=scale)
+        turned = self.turned(text, key)
+        size = max(1, min(BLOCK, MOST_SCORES // (math.prod(text.q.shape[:2]) * end)))
         chunk = self.options.get("chunk", end)
         outputs = []
         while start < end:
             stop = min(start + size, (start // chunk + 1) * chunk, end)
             if start < near_keys:  # either all queries of a block have far keys, or none
                 stop = min(stop, near_keys)
-            outputs.append(self.block(text, turned, key[start:stop]))
+            outputs.append(self.block(text, turned, key, start, stop))
             start = stop
-        return torch.cat(outputs, dim=2).to(dtype)
+        return torch.cat(outputs, dim=2).to(text.v.dtype)
 
-    def block(self, text: Text, turned: Sequence[Sequence[Tensor]], query: Tensor) -> Tensor:
-        """The output of neighbouring queries: [batch, heads, queries, features].
+    def turned(self, text: Text, key: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+        """For each of `seen_keys`: the first key, all queries, and the keys that some see."""
+        query, turned = key[text.start :], []
+        for seen in self.seen_keys(query, key, text.terms.window):
+            first = max(0, seen.first)
+            if first < seen.end:  # the sets without keys are the last ones
+                places = seen.query_place, seen.key_place[first : seen.end]
+                q, k = text.turned(slice(0, len(query)), *places, first=first)
+                turned.append((first, q, k))
+        return turned
 
-        turned: `places`, and all queries and keys there
+    def block(
+        self,
+        text: Text,
+        turned: Sequence[tuple[int, Tensor, Tensor]],
+        key: Tensor,
+        start: int,
+        stop: int,
+    ) -> Tensor:
+        """The output of the queries start … stop - 1: [batch, heads, queries, features].
+
+        key [keys]: 0, 1, 2, …
         """
-        rows = slice(int(query[0]) - text.start, int(query[-1]) + 1 - text.start)
-        parts = []
-        for (first, end, last, window), (query_place, key_place, q, k) in zip(
-            self.seen_keys(query, text.terms.window), turned, strict=False
-        ):
-            columns = slice(max(0, first), end)
-            if columns.start < end:
-                terms = replace(text.terms.part(rows, columns), window=window)
-                q, k, v = q[:, :, rows], k[:, :, columns], text.v[:, :, columns]
-                places = query_place[rows], key_place[columns]
-                parts.append(attended_keys(q, k, v, terms, last - columns.start, *places))
+        rows, parts = slice(start - text.start, stop - text.start), []
+        all_seen = self.seen_keys(key[start:stop], key, text.terms.window)
+        for seen, (begin, q, k) in zip(all_seen, turned, strict=False):
+            columns = slice(max(0, seen.first), seen.end)
+            if columns.start < columns.stop:
+                parts += [
+                    attended_keys(
+                        q[:, :, rows],
+                        k[:, :, columns.start - begin : columns.stop - begin],
+                        text.v[:, :, columns].to(q.dtype),
+                        replace(text.terms.part(rows, columns), window=seen.window),
+                        seen.last - columns.start,
+                        seen.query_place,
+                        seen.key_place[columns],
+                    )
+                ]
         out, lse = parts[0]
         for part in parts[1:]:
             out, lse = merge(out, lse, *part)
         return with_sink(out, lse, text.terms.sink)
 
-    def places(self, query: Tensor, key: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Positions of queries and keys for each of `seen_keys`: [queries], [keys] -> same."""
-        if "chunk" not in self.options:
-            far_query, far_key = self.far(query, key)
-            return [(query, key), (far_query, far_key[: self.options.get("sinks")])]
-        # Key j has position j mod chunk. Query i has position i mod chunk for keys of its own
-        # chunk, min(i mod chunk + chunk, limit) for keys of the chunk before, and min(2 chunk - 1,
-        # limit) for all earlier ones (arXiv 2402.17463).
-        chunk, limit = self.options["chunk"], self.options["limit"]
-        own_place = query % chunk
-        next_place = (own_place + chunk).clamp(max=limit)
-        far_place = torch.full_like(own_place, min(2 * chunk - 1, limit))
-        return [(place, key % chunk) for place in (own_place, next_place, far_place)]
-
-    def seen_keys(self, query: Tensor, window: int | None) -> Iterator[SeenKeys]:
-        """The keys of neighbouring queries, for each of `places`: near ones, then far ones."""
+    def seen_keys(self, query: Tensor, key: Tensor, window: int | None) -> Iterator[SeenKeys]:
+        """The keys that some of neighbouring queries see: near ones, then far ones."""
         first, end = int(query[0]), int(query[-1]) + 1
         if "chunk" in self.options:
-            chunk = self.options["chunk"]
-            begin = first - first % chunk
-            yield begin, end, query, None
-            yield begin - chunk, begin, query, None
-            yield 0, begin - chunk, query, None
+            # Key j has position j mod chunk. Query i has position i mod chunk for keys of its own
+            # chunk, at min(i mod chunk + chunk, limit) for keys of the chunk before, and at min(2
+            # chunk - 1, limit) for all earlier ones (arXiv 2402.17463).
+            chunk, limit = self.options["chunk"], self.options["limit"]
+            begin, last_begin = first - first % chunk, end - 1 - (end - 1) % chunk
+            place = key % chunk
+            own_place = place[first:end]
+            next_place = (own_place + chunk).clamp(max=limit)
+            far_place = torch.full_like(own_place, min(2 * chunk - 1, limit))
+            yield SeenKeys(own_place, place, begin, end, query)
+            yield SeenKeys(next_place, place, begin - chunk, last_begin, query)
+            yield SeenKeys(far_place, place, 0, last_begin - chunk, query)
             return
         near, sinks = self.options["window"], self.options.get("sinks")
         if sinks is not None:
             window = None
         nearest = min(near, window or near)
-        yield first - nearest + 1, end, query, nearest
+        yield SeenKeys(query, key, first - nearest + 1, end, query, nearest)
         if window is not None and window <= near:
             return
+        far_query, far_key = self.far(query, key)
         first_far = 0 if window is None else first - window + 1
         end_of_far = end - near if sinks is None else min(sinks, end - near)
         # Far keys follow a causal mask that is shifted by `near` tokens.
         far_window = None if window is None else window - near
-        yield first_far, end_of_far, query - near, far_window
+        yield SeenKeys(far_query, far_key, first_far, end_of_far, query - near, far_window)
 
     def parts(self, start: int, end: int, train_length: int) -> Iterator[tuple[int, int, float]]:
         """(first query, end, growth of the base) of the queries start … end - 1, by their base."""
@@ -474,7 +498,7 @@ def attended_keys(
     """
     plain = terms.weight is None and terms.content is None
     distance = None
-    if terms.bias is not None or not plain:
+    if terms.bias is not None or terms.weight is not None:
         distance = (query_place.long()[:, None] - key_place.long()).clamp(min=0)
     if not plain or q.device.type != "cpu" or torch.is_grad_enabled():
         scores = all_scores(q, k, terms, query=last, distance=distance)

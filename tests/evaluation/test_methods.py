@@ -204,10 +204,6 @@ REFUSED = (
     ({"method": "rerope,window=49"}, ["window=49 must be between 1 and 48"]),
     ({"method": "rerope,window=4.5"}, ["window=4.5 is not valid; write window=int"]),
     ({"method": "self_extend"}, ["--method self_extend: group= is missing and has no default"]),
-    (
-        {"method": "clipped_rope,clipped=9"},
-        ["rotary does not support it: clipped: 9 is not between 1 and 4"],
-    ),
     ({"method": "leaky_rerope,factor=nan"}, ["factor=nan must be between 1 and 16777216"]),
     ({"method": "dual_chunk,chunk=20,limit=19"}, ["limit=19 must be between 20 and 16777216"]),
     ({"method": "string,window=9,local=10"}, ["local=10 must be between 1 and 9"]),
