@@ -301,7 +301,7 @@ class Method:
         return with_sink(out, lse, text.terms.sink)
 
     def seen_keys(self, query: Tensor, key: Tensor, window: int | None) -> Iterator[SeenKeys]:
-        """The keys that some of neighbouring queries see: near ones, then far ones."""
+        """The keys that any of some neighbouring queries sees: near ones, then far ones."""
         first, end = int(query[0]), int(query[-1]) + 1
         if "chunk" in self.options:
             # Key j has position j mod chunk. Query i has position i mod chunk for keys of its own
