@@ -99,6 +99,10 @@ def attention_inputs(
     return inputs
 
 
+PIECE = 128
+"""Tokens of a text that are read at a time, if an encoding works on all scores."""
+
+
 class GPT(nn.Module):
     """A decoder-only language model.
 
@@ -208,8 +212,21 @@ class GPT(nn.Module):
         if ids.dim() != 2:
             raise UserError(f"ids: {list(ids.shape)} must be [batch, length]")
         start = 0 if cache is None else cache.length
+        prepare(self._positions, start + ids.shape[1], start)
+        # Where attention has all scores at once, pieces take less memory and time. Training keeps
+        # them anyway, and compiled layers have fixed shapes.
+        is_alone = self.context is None and self.block_loss is loss_of_block
+        on_scores = any(position.has("on_scores") for position in self._positions)
+        if on_scores and is_alone and not torch.is_grad_enabled():
+            cache = cache or Cache()
+            pieces = [self._features(piece, cache) for piece in ids.split(PIECE, dim=1)]
+            return torch.cat(pieces, dim=1)[:, first:]
+        return self._features(ids, cache, first)
+
+    def _features(self, ids: Tensor, cache: Cache | None, first: int = 0) -> Tensor:
+        """`features`, of tokens that the encodings are prepared for."""
+        start = 0 if cache is None else cache.length
         length = start + ids.shape[1]  # of the whole text
-        prepare(self._positions, length, start)
         if cache is not None and not cache.layers:
             cache.layers = [LayerCache() for _ in self.layers]
         documents = None

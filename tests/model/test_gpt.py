@@ -44,12 +44,12 @@ WITHOUT_FIRST_QUERIES = [
     ("pos_emb=fire", "gpt_j_residual=true"),
     ("pos_emb=fox", "norm_placement=post", "norm=rmsnorm"),
     ("pos_emb=ssmax", "logn_scale=true"),
-    ("pos_emb=cope",),
     ("pos_emb=path_fox",),
     ("pos_emb=cable", "reset_attention_mask=true"),
+    ("pos_emb=cope",),
     ("layers=[attention, attention, gated_delta]",),
 ]
-ALL_QUERIES = WITHOUT_FIRST_QUERIES[-1:]  # a state reads earlier tokens
+ALL_QUERIES = WITHOUT_FIRST_QUERIES[-2:]  # read in pieces, and a state that reads earlier tokens
 
 
 @pytest.mark.parametrize("settings", WITHOUT_FIRST_QUERIES, ids=" ".join)
@@ -65,6 +65,32 @@ def test_where_late_targets_alone_count_their_losses_are_those_of_the_whole_text
         late = ours(ids[:, :-1], ids[:, 1:], counted=counted)
     torch.testing.assert_close(late, whole * counted, rtol=0, atol=4e-6)
     assert lengths == [80, 80 if settings in ALL_QUERIES else 20]
+
+
+ALL_SCORES = [
+    ("pos_emb=stick_breaking", "window=200"),
+    ("pos_emb=cope", "reset_attention_mask=true"),
+    ("pos_emb=cope", "pos_emb_args={separate_keys: true}"),
+    ("pos_emb=grape_ap", "num_key_value_heads=2"),
+    ("pos_emb=dape", "logn_scale=true"),
+    ("pos_emb=dape_v2", "layers=[attention, gated_delta, attention]"),
+    ("pos_emb=sum", "pos_emb_args={parts: [{cope: {}}, {longrope: {factor: 4, long_factor: 4, original_length: 200}}]}"),
+]
+
+
+@pytest.mark.parametrize("settings", ALL_SCORES, ids=" ".join)
+def test_an_encoding_that_works_on_all_scores_reads_a_text_in_pieces(settings):
+    ours, ids = small(*settings).double().eval(), torch.randint(101, (2, 300))
+    ours.end_of_document = 7
+    for parameter in ours.parameters():  # so that gates and tables do something
+        torch.nn.init.normal_(parameter, std=0.3) if parameter.dim() > 1 else None
+    lengths = []
+    ours.layers[0].register_forward_pre_hook(lambda _, x: lengths.append(x[0].shape[1]))
+    whole = ours.features(ids)
+    with torch.no_grad():
+        in_pieces = ours.features(ids, first=50)
+    assert lengths == [300, 128, 128, 44]
+    torch.testing.assert_close(in_pieces, whole[:, 50:], rtol=0, atol=1e-10)
 
 
 def test_dropout_acts_in_training_only_and_on_every_residual():
