@@ -19,6 +19,7 @@ CURES = {
 }
 """Advice for faults of disks and paths, by errno."""
 OF_TRAIN = {
+    "backports",
     "datasets",
     "deepspeed",
     "huggingface_hub",
@@ -32,7 +33,6 @@ OF_TRAIN = {
     "tqdm",
     "transformers",
     "wandb",
-    "zstandard",
 }
 """Packages that we import but `pip install .` does not install: pyproject.toml's extra `train`."""
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")

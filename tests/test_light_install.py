@@ -21,7 +21,8 @@ from tests.test_repository import PRODUCT, imports, requirements, tree
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LIGHT = [Requirement(text) for text in PROJECT["dependencies"]]
 EXTRAS = PROJECT["optional-dependencies"]
-IMPORTED_AS = {"pyyaml": "yaml"}
+IMPORTED_AS = {"pyyaml": "yaml", "backports-zstd": "backports"}
+STANDARD = sys.stdlib_module_names | {"compression"}  # Python 3.14 has it
 BY_PYDANTIC = {"pydantic_core", "typing_extensions"}
 OPTIONAL = {
     "accelerate",
@@ -41,7 +42,7 @@ def test_the_extras_have_the_ranges_of_the_requirements_files():
 
 
 def third_party(names):
-    tops = {name.split(".")[0] for name in names} - sys.stdlib_module_names
+    tops = {name.split(".")[0] for name in names} - STANDARD
     return (
         tops - {"megatron", "tests"} - {Path(file).stem for file in PRODUCT}
     )  # bench has a test's model
@@ -86,6 +87,7 @@ def test_every_other_package_is_one_of_the_extra():
     imported = third_party(set().union(*map(imports, PRODUCT)))
     assert imported - LIGHT_NAMES - BY_PYDANTIC - OPTIONAL == OF_TRAIN
     names = {canonicalize_name(Requirement(text).name) for text in EXTRAS["train"]}
+    names = {IMPORTED_AS.get(name, name) for name in names}
     unused = {"tensorboard"}  # by torch itself
     brought = {"pyarrow"}  # by datasets
     assert {canonicalize_name(name) for name in OF_TRAIN - brought} == names - unused

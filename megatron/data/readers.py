@@ -5,10 +5,10 @@ a JSON array, which must be as small as a document.
 """
 
 import gzip
-import io
 import itertools
 import json
 import os
+import sys
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,16 +17,18 @@ from pathlib import Path
 from reprlib import Repr
 from typing import IO, Any
 
-import zstandard
 from lm_dataformat import handle_jsonl
 
 from megatron.errors import UserError, in_words
 from megatron.files import sha256_of
 
-CHUNK = 1 << 20
-# A zstd block, of 4 bytes or more, unpacks to at most 128 KiB: this much input gives 32 MiB.
-ZSTD_INPUT = 1 << 10
-WINDOW = 1 << 31  # zstd's largest window: the Pile was compressed with long ones
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+# zstd's largest window: the Pile was compressed with long ones.
+WINDOW = {zstd.DecompressionParameter.window_log_max: 31}
 LONGEST = 256_000_000  # bytes of a line, an array or a text file: memory holds several copies
 ROWS = 16  # rows of a Parquet file that are in memory at a time
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -280,7 +282,7 @@ def text_of(entry: Any, keys: Sequence[str], where: str) -> str:
 
 
 def unpacked(name: str, file: IO[bytes]) -> IO[bytes]:
-    """A file that is read once and unpacked according to its name, at most 32 MiB at a time.
+    """A file that is read once and unpacked according to its name, a little at a time.
 
     Reading a truncated file raises an error.
     """
@@ -290,39 +292,8 @@ def unpacked(name: str, file: IO[bytes]) -> IO[bytes]:
     if not file.peek(1):  # type: ignore[attr-defined]
         raise UserError(f"{name}: is empty, which no compressed file is - copy it again")
     if end == "zst":
-        return io.BufferedReader(_Zstd(file), CHUNK)
+        return zstd.ZstdFile(file, options=WINDOW)
     return gzip.GzipFile(fileobj=file, mode="rb")  # type: ignore[return-value]
-
-
-class _Zstd(io.RawIOBase):
-    """Zstd frames, unpacked while they are read.
-
-    We don't use zstandard's stream_reader, because it accepts a truncated frame.
-    """
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._frame = None
-        self._packed = b""
-        self._rest = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:  # type: ignore[no-untyped-def]
-        while not self._rest and (packed := self._packed or self._file.read(ZSTD_INPUT)):
-            new = zstandard.ZstdDecompressor(max_window_size=WINDOW).decompressobj
-            frame = self._frame = self._frame or new()
-            self._rest = memoryview(frame.decompress(packed))
-            self._packed = frame.unused_data
-            if frame.eof:
-                self._frame = None
-        if not self._rest and self._frame:
-            raise EOFError("it is truncated inside its last zstd frame")
-        count = min(len(buffer), len(self._rest))
-        buffer[:count] = self._rest[:count]
-        self._rest = self._rest[count:]
-        return count
 
 
 class _Member(tarfile.TarInfo):

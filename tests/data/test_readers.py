@@ -120,8 +120,8 @@ def test_a_damaged_file_is_an_error_and_not_a_shorter_corpus():
     cases = [
         ("c.jsonl.gz", gzip.compress(lines(TEXTS))[:-20], "Compressed file ended before"),
         ("c.jsonl.gz", b"", "is empty, which no compressed file is"),
-        ("c.jsonl.zst", zstandard.compress(lines(TEXTS))[:-20], "inside its last zstd frame"),
-        ("c.jsonl.zst", lines(TEXTS), "zstd decompressor error"),
+        ("c.jsonl.zst", zstandard.compress(lines(TEXTS))[:-20], "Compressed file ended before"),
+        ("c.jsonl.zst", lines(TEXTS), "Unable to decompress Zstandard data"),
         ("c.parquet", table(TEXTS)[:-20], "Parquet"),
         (
             "c.parquet",
