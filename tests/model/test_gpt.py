@@ -67,6 +67,7 @@ def test_where_late_targets_alone_count_their_losses_are_those_of_the_whole_text
     assert lengths == [80, 80 if settings in ALL_QUERIES else 20]
 
 
+LONGROPE = "{longrope: {factor: 4, long_factor: 4, original_length: 200}}"
 ALL_SCORES = [
     ("pos_emb=stick_breaking", "window=200"),
     ("pos_emb=cope", "reset_attention_mask=true"),
@@ -74,7 +75,7 @@ ALL_SCORES = [
     ("pos_emb=grape_ap", "num_key_value_heads=2"),
     ("pos_emb=dape", "logn_scale=true"),
     ("pos_emb=dape_v2", "layers=[attention, gated_delta, attention]"),
-    ("pos_emb=sum", "pos_emb_args={parts: [{cope: {}}, {longrope: {factor: 4, long_factor: 4, original_length: 200}}]}"),
+    ("pos_emb=sum", f"pos_emb_args={{parts: [cope, {LONGROPE}]}}"),
 ]
 
 

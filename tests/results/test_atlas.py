@@ -69,7 +69,7 @@ def test_the_best_score_comes_first_and_without_a_part_there_is_none(atlas):
     assert complete == sorted(complete, reverse=True)
     assert scores[: len(complete)] == complete
     assert atlas.cells.loc["learned", "induction"] == "0 ± 0²"  # it can't read a longer text
-    assert atlas.cells.loc["stick_breaking", "score"] == ""  # too slow for text
+    assert atlas.cells.loc["dape", "score"] == ""  # too slow for text
 
 
 def test_the_order_of_text_is_that_of_kerples_table_3(atlas):
