@@ -212,12 +212,16 @@ class GPT(nn.Module):
         if ids.dim() != 2:
             raise UserError(f"ids: {list(ids.shape)} must be [batch, length]")
         start = 0 if cache is None else cache.length
-        prepare(self._positions, start + ids.shape[1], start)
-        # Where attention has all scores at once, pieces take less memory and time. Training keeps
-        # them anyway, and compiled layers have fixed shapes.
-        is_alone = self.context is None and self.block_loss is loss_of_block
-        on_scores = any(position.has("on_scores") for position in self._positions)
-        if on_scores and is_alone and not torch.is_grad_enabled():
+        length = start + ids.shape[1]
+        prepare(self._positions, length, start)
+        # Where attention has all scores at once, pieces take less memory and time. Gradients need
+        # them all anyway, compiled layers have fixed shapes, and layers with a state prepare their
+        # own encodings.
+        has_scores = any(position.has("on_scores") for position in self._positions)
+        is_usual = self.block_loss is loss_of_block and len(self.plans) == len(self.layers)
+        needs_whole = self.training or torch.is_grad_enabled() or self.context is not None
+        if has_scores and is_usual and not needs_whole:
+            self.check_length(length)
             cache = cache or Cache()
             pieces = [self._features(piece, cache) for piece in ids.split(PIECE, dim=1)]
             return torch.cat(pieces, dim=1)[:, first:]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron.config import load
+from megatron.errors import UserError
 from megatron.model import GPT, from_config, head, padded_vocab
 from megatron.model.size import parameters
 
@@ -74,7 +75,7 @@ ALL_SCORES = [
     ("pos_emb=cope", "pos_emb_args={separate_keys: true}"),
     ("pos_emb=grape_ap", "num_key_value_heads=2"),
     ("pos_emb=dape", "logn_scale=true"),
-    ("pos_emb=dape_v2", "layers=[attention, gated_delta, attention]"),
+    ("pos_emb=dape_v2", "window_layers=[20, null]"),
     ("pos_emb=sum", f"pos_emb_args={{parts: [cope, {LONGROPE}]}}"),
 ]
 
@@ -92,6 +93,27 @@ def test_an_encoding_that_works_on_all_scores_reads_a_text_in_pieces(settings):
         in_pieces = ours.features(ids, first=50)
     assert lengths == [300, 128, 128, 44]
     torch.testing.assert_close(in_pieces, whole[:, 50:], rtol=0, atol=1e-10)
+
+
+def test_a_text_is_read_whole_where_pieces_would_change_it():
+    """Layers with a state prepare their own encoding; in training, abacus draws for a text."""
+    longrope = f"layer_args={{linear_pos_emb: {LONGROPE}}}"
+    hybrid = small("pos_emb=cope", "layers=[gated_delta, attention]", longrope).double().eval()
+    digits = "pos_emb_args={parts: [cope, {abacus: {digits: [3, 4, 5]}}]}"
+    drawing = small("pos_emb=sum", digits).double().train()
+    ids = torch.randint(101, (2, 300))
+    for model in (hybrid, drawing):
+        torch.manual_seed(1)
+        whole = model.features(ids)
+        torch.manual_seed(1)
+        with torch.no_grad():
+            torch.testing.assert_close(model.features(ids), whole, rtol=0, atol=1e-10)
+
+
+def test_a_text_that_is_too_long_is_refused_by_its_own_length():
+    model = small("pos_emb=sum", "pos_emb_args={parts: [learned, cope]}").eval()
+    with torch.no_grad(), pytest.raises(UserError, match="300"):
+        model.features(torch.randint(101, (1, 300)))
 
 
 def test_dropout_acts_in_training_only_and_on_every_residual():
