@@ -28,7 +28,7 @@ else:
     from backports import zstd
 
 # zstd's largest window: the Pile was compressed with long ones.
-WINDOW = {int(zstd.DecompressionParameter.window_log_max): 31}
+ZSTD_OPTIONS = {int(zstd.DecompressionParameter.window_log_max): 31}
 LONGEST = 256_000_000  # bytes of a line, an array or a text file: memory holds several copies
 ROWS = 16  # rows of a Parquet file that are in memory at a time
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -292,7 +292,7 @@ def unpacked(name: str, file: IO[bytes]) -> IO[bytes]:
     if not file.peek(1):  # type: ignore[attr-defined]
         raise UserError(f"{name}: is empty, which no compressed file is - copy it again")
     if end == "zst":
-        return zstd.ZstdFile(file, options=WINDOW)  # type: ignore[return-value]
+        return zstd.ZstdFile(file, options=ZSTD_OPTIONS)  # type: ignore[return-value]
     return gzip.GzipFile(fileobj=file, mode="rb")  # type: ignore[return-value]
 
 

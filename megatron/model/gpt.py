@@ -218,14 +218,17 @@ class GPT(nn.Module):
         # them all anyway, compiled layers have fixed shapes, and layers with a state prepare their
         # own encodings.
         has_scores = any(position.has("on_scores") for position in self._positions)
-        is_usual = self.block_loss is loss_of_block and len(self.plans) == len(self.layers)
-        needs_whole = self.training or torch.is_grad_enabled() or self.context is not None
-        if has_scores and is_usual and not needs_whole:
-            self.check_length(length)
-            cache = cache or Cache()
-            pieces = [self._features(piece, cache) for piece in ids.split(PIECE, dim=1)]
-            return torch.cat(pieces, dim=1)[:, first:]
-        return self._features(ids, cache, first)
+        is_short = ids.shape[1] <= PIECE
+        is_shared = self.context is not None
+        learns = self.training or torch.is_grad_enabled()
+        is_compiled = self.block_loss is not loss_of_block
+        has_states = len(self.plans) < len(self.layers)
+        if not has_scores or is_short or is_shared or learns or is_compiled or has_states:
+            return self._features(ids, cache, first)
+        self.check_length(length)
+        cache = cache or Cache()
+        pieces = [self._features(piece, cache) for piece in ids.split(PIECE, dim=1)]
+        return torch.cat(pieces, dim=1)[:, first:]
 
     def _features(self, ids: Tensor, cache: Cache | None, first: int = 0) -> Tensor:
         """`features`, of tokens that the encodings are prepared for."""

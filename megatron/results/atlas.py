@@ -71,8 +71,7 @@ class Standings(NamedTuple):
 
     values: a line for each encoding and seed, a column for the score and each part; nan if a part
         was not measured
-    cells: the texts of the table, a line for each encoding: the best score first, and then those
-        with most parts
+    cells: the texts of the table, a line for each encoding: the best score first
     curves: means over seeds, a line for each encoding, a column for each part and length
     """
 
@@ -113,8 +112,7 @@ def standings(rows: Sequence[Row]) -> Standings:
     values.insert(0, SCORE, values.mean(axis=1, skipna=False))
 
     by_name = values.groupby("name")
-    means = by_name.mean()
-    order = means.assign(count=means.count(axis=1)).sort_values([SCORE, "count"], ascending=False)
+    order = by_name.mean().sort_values(SCORE, ascending=False)
     cells = by_name.agg(over_seeds).loc[order.index]
     lengths = {}
     for label, (text, _, differences) in effective.items():
