@@ -298,6 +298,16 @@ def test_the_entry_of_the_page_beats_alibi_on_text(committed, page):
     assert f"is {-percent:.1f} % below ALiBi's at 32 L (p 0.003, three seeds)" in page
 
 
+@pytest.mark.parametrize("name", ["half_truncated_rotary", "learned_frequencies"])
+def test_the_page_says_what_entries_with_rotation_decide(committed, name):
+    lines_of = decided(name, ["rotary", "alibi"], committed).body
+    rotary, alibi = lines_of[:5], lines_of[5:]
+    assert {line[1] for line in rotary} == {"undecided"}
+    assert {"text", "induction"} <= {
+        line[0].partition(":")[0] for line in alibi if line[1] == "fails"
+    }
+
+
 def test_the_page_of_longer_training_says_where_seeds_end():
     rows = pd.DataFrame(lines("order/induction.jsonl")).query("length == 1024")
     rows["share"] = 100 * rows["token_accuracy"]
