@@ -302,18 +302,17 @@ def test_the_page_says_who_is_best_in_the_mean_of_tasks(atlas, page):
     means = atlas.values[[*TASKS]].mean(axis=1, skipna=False).groupby("name").mean()
     best = means.nlargest(2)
     assert [*best.index] == ["dape_v2", "scale_invariant"]
-    said = "of the four tasks**, {:.1f} (two seeds, so about these weights) and {:.1f} (three)."
+    said = "of the four tasks**: {:.1f} (two seeds, so about these weights) and {:.1f} (three)."
     assert said.format(*best) in " ".join(page.split())
 
 
 @pytest.mark.parametrize("name", ["half_truncated_rotary", "learned_frequencies"])
 def test_the_page_says_what_entries_with_rotation_decide(committed, name):
-    lines_of = decided(name, ["rotary", "alibi"], committed).body
-    rotary, alibi = lines_of[:5], lines_of[5:]
-    assert {line[1] for line in rotary} == {"undecided"}
-    assert {"text", "induction"} <= {
-        line[0].partition(":")[0] for line in alibi if line[1] == "fails"
-    }
+    table = decided(name, ["rotary", "alibi"], committed).body
+    verdict_on = {line[0]: line[1] for line in table}
+    assert {verdict_on[f"{part}: {name}, rotary"] for part in PARTS} == {"undecided"}
+    assert verdict_on[f"text: {name}, alibi"] == "fails"
+    assert verdict_on[f"induction: {name}, alibi"] == "fails"
 
 
 def test_the_page_of_longer_training_says_where_seeds_end():
