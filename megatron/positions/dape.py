@@ -17,6 +17,8 @@ from megatron.positions.registry import build_inside, register, whole
 
 SLOPE = 0.01  # of LeakyReLU below 0
 MOST_WIDTH = 4096
+CACHED_PAIRS = 2**14
+"""Pairs of tokens whose hidden layer a core keeps in its cache: 2 MiB of the default width."""
 
 
 @register("dape")
@@ -59,15 +61,25 @@ class Dape(Around):
         self.inner.prepare(length)
 
     def on_scores(self, scores: Tensor, x: Tensor, memory: Memory) -> Tensor:
-        """scores [batch, heads, queries, keys] -> same."""
+        """scores [batch, heads, queries, keys] -> same, and 0 for the keys after each query."""
         scores = at_least_float32(scores)
+        batch, _, queries, keys = scores.shape
+        rows = queries
+        if scores.device.type == "cpu":
+            rows = max(1, CACHED_PAIRS // (batch * keys))
+        parts = [scores]
         with without_autocast(scores):
-            if not self.has_bias:
-                return scores + self.correction(scores)
-            queries, keys = scores.shape[-2:]
-            key = torch.arange(keys, device=scores.device)
-            bias = self.inner.bias_between(key[keys - queries :], key, keys).expand_as(scores)
-            return scores + bias + self.correction(torch.cat([scores, bias], dim=1))
+            if self.has_bias:
+                key = torch.arange(keys, device=scores.device)
+                bias = self.inner.bias_between(key[keys - queries :], key, keys)
+                parts.append(bias.expand_as(scores))
+            blocks, later = [], queries
+            for block in zip(*(part.split(rows, dim=2) for part in parts), strict=True):
+                later -= block[0].shape[2]
+                seen = [part[..., : keys - later] for part in block]
+                corrected = sum(seen, self.correction(torch.cat(seen, dim=1)))
+                blocks.append(F.pad(corrected, (0, later)))
+            return torch.cat(blocks, dim=2)
 
     def correction(self, inputs: Tensor) -> Tensor:
         """f: [batch, heads of A and B, queries, keys] -> [batch, heads, queries, keys]."""
