@@ -145,7 +145,7 @@ def place_of_entry(name: str, results: Path) -> str:
     rows = atlas_rows([results])
     standing = standings(rows)
     others = standing.cells.index.drop(name, errors="ignore")
-    verdicts = decided(name, others[others.isin([others[0], REFERENCE])], rows)
+    verdicts = decided(name, dict.fromkeys([others[0], REFERENCE]), rows)
     return f"{standing.table().text()}\n\n{verdicts.text()}"
 
 
@@ -154,29 +154,25 @@ def check(sweep: Sweep, entry: Path | None) -> int:
     if not entry:
         raise UserError("check: needs --entry FILE, with its rows in FILE's name .jsonl")
     rows = read_rows([entry.with_suffix(".jsonl")])
-    measured = Counter((row["config_hash"], row["length"]) for row in rows)
-    measured.subtract(
-        (cell.config.hash, length)
-        for cell in sweep.cells
-        for call in cell.evaluations
-        for length in call.options.get("lengths", cell.config.evaluation.eval_lengths)
-    )
-    incomplete = {config_hash for config_hash, _ in -measured}
-    faults = [
-        f"{cell.name}: lacks rows of configuration {cell.config.hash} - run the sweep with this"
-        " entry"
-        for cell in sweep.cells
-        if cell.config.hash in incomplete
-    ]
-    if +measured:
+    measured = Counter(row["config_hash"] for row in rows)
+    faults = []
+    for cell in sweep.cells:
+        usual = cell.config.evaluation.eval_lengths
+        lengths = [call.options.get("lengths", usual) for call in cell.evaluations]
+        if measured.pop(cell.config.hash, 0) != sum(map(len, lengths)):
+            faults.append(
+                f"{cell.name}: lacks rows of configuration {cell.config.hash} - run the sweep with"
+                " this entry"
+            )
+    if measured:
         faults.append("rows of other configurations than this entry's - delete them")
     texts = {identity(row, PLACE): row.get("text") for row in atlas_rows()}
-    for row in rows:
-        if texts.get(identity(row, PLACE)) not in (None, row.get("text")):
-            faults.append(
-                f"{row.get('corpus')} at {row['length']}: not the atlas's text - prepare its data,"
-                " and run the sweep with this entry again"
-            )
+    faults += [
+        f"{row.get('corpus')} at {row['length']}: not the atlas's text - prepare its data, and run"
+        " the sweep with this entry again"
+        for row in rows
+        if texts.get(identity(row, PLACE)) not in (None, row.get("text"))
+    ]
     if faults:
         raise UserError("\n".join([f"{entry} is no entry yet:", *faults]))
     print(f"{entry}: {len(rows)} rows of {len(sweep.cells)} cells follow the rules")

@@ -219,11 +219,10 @@ class GPT(nn.Module):
         # own encodings.
         has_scores = any(position.has("on_scores") for position in self._positions)
         is_short = ids.shape[1] <= PIECE
-        is_shared = self.context is not None
         learns = self.training or torch.is_grad_enabled()
         is_compiled = self.block_loss is not loss_of_block
         has_states = len(self.plans) < len(self.layers)
-        if not has_scores or is_short or is_shared or learns or is_compiled or has_states:
+        if not has_scores or is_short or learns or is_compiled or has_states:
             return self._features(ids, cache, first)
         self.check_length(length)
         cache = cache or Cache()

@@ -62,24 +62,21 @@ class Dape(Around):
 
     def on_scores(self, scores: Tensor, x: Tensor, memory: Memory) -> Tensor:
         """scores [batch, heads, queries, keys] -> same, and 0 for the keys after each query."""
-        scores = at_least_float32(scores)
-        batch, _, queries, keys = scores.shape
-        rows = queries
-        if scores.device.type == "cpu":
-            rows = max(1, CACHED_PAIRS // (batch * keys))
-        parts = [scores]
+        inputs = scores = at_least_float32(scores)
+        batch, heads, queries, keys = scores.shape
+        on_cpu = scores.device.type == "cpu"
+        rows = max(1, CACHED_PAIRS // (batch * keys)) if on_cpu else queries
         with without_autocast(scores):
             if self.has_bias:
                 key = torch.arange(keys, device=scores.device)
                 bias = self.inner.bias_between(key[keys - queries :], key, keys)
-                parts.append(bias.expand_as(scores))
-            blocks, later = [], queries
-            for block in zip(*(part.split(rows, dim=2) for part in parts), strict=True):
-                later -= block[0].shape[2]
-                seen = [part[..., : keys - later] for part in block]
-                corrected = sum(seen, self.correction(torch.cat(seen, dim=1)))
-                blocks.append(F.pad(corrected, (0, later)))
-            return torch.cat(blocks, dim=2)
+                inputs = torch.cat([scores, bias.expand_as(scores)], dim=1)
+            corrections, later = [], queries
+            for block in inputs.split(rows, dim=2):
+                later -= block.shape[2]
+                correction = self.correction(block[..., : keys - later])
+                corrections.append(F.pad(correction, (0, later)))
+            return inputs.unflatten(1, (-1, heads)).sum(1) + torch.cat(corrections, dim=2)
 
     def correction(self, inputs: Tensor) -> Tensor:
         """f: [batch, heads of A and B, queries, keys] -> [batch, heads, queries, keys]."""
@@ -89,7 +86,7 @@ class Dape(Around):
     def _layer(self, number: int, x: Tensor) -> Tensor:
         """[batch, inputs, queries, keys] -> [batch, outputs, queries, keys]."""
         weight, bias = self.bounded(f"weight_{number}"), self.bounded(f"bias_{number}")
-        return F.conv2d(x, weight[:, :, None], bias, padding=(0, self.taps // 2))
+        return F.conv2d(x, weight[:, :, None], bias, padding="same")
 
 
 @register("dape_v2")
@@ -107,5 +104,4 @@ class DapeV2(Dape):
     def correction(self, inputs: Tensor) -> Tensor:
         queries, keys = inputs.shape[-2:]
         visible = inputs.tril(keys - queries)
-        with_next_key = F.pad(visible, (0, 1))
-        return super().correction(with_next_key)[..., :keys]
+        return super().correction(F.pad(visible, (0, 1)))[..., :keys]  # with the next key

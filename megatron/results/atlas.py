@@ -5,6 +5,7 @@ docs/atlas.md explains the score.
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from megatron.results.row import (
     identity,
     with_facts,
 )
-from megatron.results.table import Table
+from megatron.results.table import Table, with_spread
 
 FOLDER = ROOT / "docs" / "results"
 TEXT = "text"
@@ -116,8 +117,8 @@ def standings(rows: Sequence[Row]) -> Standings:
     cells = by_name.agg(over_seeds).loc[order.index]
     lengths = {}
     for label, (text, _, differences) in effective.items():
-        seeds = max(len(difference.by_seed) for difference in differences.values())
-        lengths[label.partition(",")[0]] = text + FEW.get(seeds, "")
+        difference = differences[min(differences)]
+        lengths[label.partition(",")[0]] = text + FEW.get(len(difference.by_seed), "")
     cells[EFFECTIVE] = pd.Series(lengths).reindex(cells.index, fill_value="")
     return Standings(values, cells, curves)
 
@@ -125,8 +126,8 @@ def standings(rows: Sequence[Row]) -> Standings:
 def over_seeds(numbers: pd.Series) -> str:
     """The mean, ± the standard deviation; nothing for what was not measured."""
     count = numbers.count()
-    spread = f" ± {numbers.std():.0f}" if count > 1 else ""
-    return f"{numbers.mean():.0f}{spread}{FEW.get(count, '')}" if count else ""
+    std = numbers.std() if count > 1 else None
+    return with_spread("{:.0f}".format, numbers.mean(), std) + FEW.get(count, "") if count else ""
 
 
 def decided(name: str, rivals: Iterable[str], rows: Sequence[Row]) -> Table:
@@ -136,15 +137,14 @@ def decided(name: str, rivals: Iterable[str], rows: Sequence[Row]) -> Table:
         with_facts(row, {"window": None}) for row in rows if row.get("window") != "train_length"
     ]
     body = []
-    for rival in rivals:
-        for part in PARTS:
-            sides = {"a": f"encoding {name}", "b": f"encoding {rival}", "at": f"{FAR} L"}
-            better = {"both": part, "quantity": "token_accuracy", "higher_by": 0}
-            if part == TEXT:
-                better = {"protocol": "tail", "lower_by": 0}
-            claim = Claim.model_validate(sides | better)
-            for verdict in judged([claim], unlimited, SURE):
-                _, _, *line, _, needed = table_of([verdict], "").body[0]
-                body.append([f"{part}: {name}, {rival}", *line, needed])
+    for rival, part in product(rivals, PARTS):
+        sides = {"a": f"encoding {name}", "b": f"encoding {rival}", "at": f"{FAR} L"}
+        better = {"both": part, "quantity": "token_accuracy", "higher_by": 0}
+        if part == TEXT:
+            better = {"protocol": "tail", "lower_by": 0}
+        claim = Claim.model_validate(sides | better)
+        for verdict in judged([claim], unlimited, SURE):
+            _, _, *line, _, needed = table_of([verdict], "").body[0]
+            body.append([f"{part}: {name}, {rival}", *line, needed])
     head = ["is the first better?", "verdict", "effect [95 %]", "p", "would decide"]
     return Table(head, body, NOTES_OF_ENTRY)

@@ -43,16 +43,16 @@ def effective_lengths(rows: Sequence[Row]) -> dict[str, EffectiveLength]:
 
     lengths = {}
     # A model with windows of its own has no control: the evaluation's window would widen them.
-    unlimited = [row for row in tails if value_of(row, "window") == "none"]
-    for label, measured in kinds(unlimited).items():
-        train_length = trained_length(measured[0]) or 0
-        longer = [
-            row
-            for row in measured
-            if row["length"] > train_length and identity(row, MODEL) in control_of
-        ]
+    longer = [
+        row
+        for row in tails
+        if value_of(row, "window") == "none"
+        and identity(row, MODEL) in control_of
+        and row["length"] > (trained_length(row) or 0)
+    ]
+    for label, measured in kinds(longer).items():
         differences = {}
-        for ours in grouped(longer, ["length"]):
+        for ours in grouped(measured, ["length"]):
             controls = [control_of[identity(row, MODEL)] for row in ours]
             with suppress(UserError):  # the window was measured on other targets
                 differences[ours[0]["length"]] = difference_of(ours, controls)
@@ -63,10 +63,11 @@ def effective_lengths(rows: Sequence[Row]) -> dict[str, EffectiveLength]:
             for length, difference in differences.items()
             if max(difference.estimate.interval(), default=0) < 0
         ]
-        text = f"none shown above {train_length}"
-        if gains:
-            text = f"{max(gains)}{' or more' if max(differences) in gains else ''}"
-        lengths[label] = EffectiveLength(text, max(gains, default=None), differences)
+        longest = max(gains, default=None)
+        text = str(longest or f"none shown above {trained_length(measured[0])}")
+        if longest == max(differences):
+            text += " or more"
+        lengths[label] = EffectiveLength(text, longest, differences)
     return lengths
 
 

@@ -287,22 +287,20 @@ def _cell(
     calls = []
     for label, options in evaluations.items():
         # Find options that evaluate.py would reject now, before anything is trained.
-        option_words = []  # keys become settings: {eval_tokens: 4096, tail: 64}
-        for key, value in options.items():
-            setting = [f"{key}={json.dumps(value)}"]
-            option_words += setting if key in KEYS else words_of({key: value})
-        keys = {key: value for key, value in options.items() if key in KEYS}
-        rest = {key: value for key, value in options.items() if key not in KEYS}
+        option_words, rest, changed = [], {}, config
         try:
-            if rest.keys() & GIVEN_BY_SWEEP:
-                raise UserError(
-                    f"{', '.join(rest.keys() & GIVEN_BY_SWEEP)}: is set by the sweep - remove it"
-                )
-            changed = config
-            for key, value in keys.items():
+            for key, value in options.items():
+                if key not in KEYS:
+                    rest[key] = value
+                    option_words += words_of({key: value})
+                    continue
+                # Keys become settings: {eval_tokens: 4096, tail: 64}
+                option_words.append(f"{key}={json.dumps(value)}")
                 section = getattr(changed, KEYS[key])
                 section = type(section).model_validate({**dict(section), key: value})
                 changed = replace(changed, **{KEYS[key]: section})
+            if given := rest.keys() & GIVEN_BY_SWEEP:
+                raise UserError(f"{', '.join(given)}: is set by the sweep - remove it")
             check_options(changed, options_of_words(words_of(rest)))
         except ValidationError as error:
             lines = [line for *_, line in messages.lines(error, [*KEYS])]
