@@ -123,8 +123,8 @@ def standings(rows: Sequence[Row]) -> Standings:
     return Standings(values, cells, curves)
 
 
-def over_seeds(numbers: pd.Series) -> str:
-    """The mean, ± the standard deviation; nothing for what was not measured."""
+def over_seeds(numbers: Any) -> str:
+    """Of a Series: the mean, ± the standard deviation; nothing for what was not measured."""
     count = numbers.count()
     std = numbers.std() if count > 1 else None
     return with_spread("{:.0f}".format, numbers.mean(), std) + FEW.get(count, "") if count else ""
