@@ -150,7 +150,7 @@ def place_of_entry(name: str, results: Path) -> str:
 
 
 def check(sweep: Sweep, entry: Path | None) -> int:
-    """Check the rows beside an entry, in ENTRY.jsonl: their cells, lengths and texts."""
+    """Check the rows beside an entry, in ENTRY.jsonl: their cells, how many, and their texts."""
     if not entry:
         raise UserError("check: needs --entry FILE, with its rows in FILE's name .jsonl")
     rows = read_rows([entry.with_suffix(".jsonl")])

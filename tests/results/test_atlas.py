@@ -313,6 +313,8 @@ def test_the_page_says_who_has_the_highest_score(atlas, page):
     assert [*seeds[["dape_v2", "dape"]]] == [1, 1]
     assert means[seeds == 3].idxmax() == "scale_invariant"
     assert "**dape_v2 and dape have the highest scores**, with one seed" in page
+    recall = atlas.values.recall["dape"]
+    assert f"dape's second seed has {recall[1236]:.0f} on recall." in " ".join(page.split())
 
 
 @pytest.mark.parametrize("name", ["half_truncated_rotary", "learned_frequencies"])
