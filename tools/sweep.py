@@ -57,8 +57,12 @@ def main(argv: list[str] | None = None) -> int:
         metavar="AXIS=VALUE[,VALUE]",
         help="run only some cells of the grid",
     )
-    entries = "your encoding in place of the sweep's: Python that registers it, or YAML"
-    add("--entry", type=Path, metavar="FILE", help=entries)
+    add(
+        "--entry",
+        type=Path,
+        metavar="FILE",
+        help="your encoding in place of the sweep's: Python that registers it, or YAML",
+    )
     add(
         "--skip",
         type=Path,
@@ -68,12 +72,25 @@ def main(argv: list[str] | None = None) -> int:
         help="skip the cells that have rows in these files",
     )
     add("--dry-run", action="store_true", help="show the plan and its cost, and run nothing")
-    jobs = "runs at a time; default: one per GPU, or one"
-    add("--jobs", type=number(1, 10**4), metavar="N", help=jobs)
-    launchers = "what starts the cells: this process, Ray, or Slurm (docs/sweeps.md)"
-    add("--launcher", choices=("local", *LAUNCHERS), default="local", help=launchers)
-    resources = "resources of each cell, by Ray's or Slurm's own names"
-    add("--launcher-args", nargs="+", default=[], metavar="KEY=VALUE", help=resources)
+    add(
+        "--jobs",
+        type=number(1, 10**4),
+        metavar="N",
+        help="runs at a time; default: one per GPU, or one",
+    )
+    add(
+        "--launcher",
+        choices=("local", *LAUNCHERS),
+        default="local",
+        help="what starts the cells: this process, Ray, or Slurm (docs/sweeps.md)",
+    )
+    add(
+        "--launcher-args",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="resources of each cell, by Ray's or Slurm's own names",
+    )
     add("--device", choices=[*DEVICES], help="show the time on a device")
     options = parser.parse_args(argv)
 
@@ -145,27 +162,31 @@ def place_of_entry(name: str, results: Path) -> str:
     rows = atlas_rows([results])
     standing = standings(rows)
     others = standing.cells.index.drop(name, errors="ignore")
-    verdicts = decided(name, dict.fromkeys([others[0], REFERENCE]), rows)
+    verdicts = decided(name, others[others.isin([others[0], REFERENCE])], rows)
     return f"{standing.table().text()}\n\n{verdicts.text()}"
 
 
 def check(sweep: Sweep, entry: Path | None) -> int:
-    """Check the rows beside an entry, in ENTRY.jsonl: their cells, how many, and their texts."""
+    """Check the rows beside an entry, in ENTRY.jsonl: their cells, lengths and texts."""
     if not entry:
         raise UserError("check: needs --entry FILE, with its rows in FILE's name .jsonl")
     rows = read_rows([entry.with_suffix(".jsonl")])
-    measured = Counter(row["config_hash"] for row in rows)
+    measured = Counter((row["config_hash"], row["length"]) for row in rows)
     faults = []
     for cell in sweep.cells:
-        usual = cell.config.evaluation.eval_lengths
-        lengths = [call.options.get("lengths", usual) for call in cell.evaluations]
-        if measured.pop(cell.config.hash, 0) != sum(map(len, lengths)):
+        wanted = Counter(
+            (cell.config.hash, length)
+            for call in cell.evaluations
+            for length in call.options.get("lengths", cell.config.evaluation.eval_lengths)
+        )
+        if not wanted <= measured:
             faults.append(
                 f"{cell.name}: lacks rows of configuration {cell.config.hash} - run the sweep with"
                 " this entry"
             )
+        measured -= wanted
     if measured:
-        faults.append("rows of other configurations than this entry's - delete them")
+        faults.append("rows of other configurations or lengths than this entry's - delete them")
     texts = {identity(row, PLACE): row.get("text") for row in atlas_rows()}
     faults += [
         f"{row.get('corpus')} at {row['length']}: not the atlas's text - prepare its data, and run"
@@ -206,14 +227,16 @@ def plan(sweep: Sweep, states: Sequence[State], jobs: int | None, device_name: s
             f" {to_train:,.2f} to train and {to_evaluate:,.2f} to evaluate"
             f" (assumed: {UTILISATION:.0%} of its data sheet's peak for each number format)"
         )
-    lines = [
-        status(sweep, states)[0],
-        f"to do: train on {tokens / 1e6:,.1f} million tokens ({sum(training.values()):.2e} FLOP),"
-        f" and evaluate ({sum(evaluation.values()):.2e} FLOP)",
-        time,
-        "not included: downloads, tokenising, memory and disk",
-    ]
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            status(sweep, states)[0],
+            f"to do: train on {tokens / 1e6:,.1f} million tokens"
+            f" ({sum(training.values()):.2e} FLOP), and evaluate"
+            f" ({sum(evaluation.values()):.2e} FLOP)",
+            time,
+            "not included: downloads, tokenising, memory and disk",
+        ]
+    )
 
 
 def absent_data(sweep: Sweep, states: Sequence[State]) -> list[str]:

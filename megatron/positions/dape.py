@@ -61,11 +61,12 @@ class Dape(Around):
         self.inner.prepare(length)
 
     def on_scores(self, scores: Tensor, x: Tensor, memory: Memory) -> Tensor:
-        """scores [batch, heads, queries, keys] -> same, and 0 for the keys after each query."""
+        """scores [batch, heads, queries, keys] -> same; those of later keys mean nothing."""
         inputs = scores = at_least_float32(scores)
         batch, heads, queries, keys = scores.shape
-        on_cpu = scores.device.type == "cpu"
-        rows = max(1, CACHED_PAIRS // (batch * keys)) if on_cpu else queries
+        rows = queries
+        if scores.device.type == "cpu" and not torch.compiler.is_compiling():
+            rows = max(1, CACHED_PAIRS // (batch * keys))
         with without_autocast(scores):
             if self.has_bias:
                 key = torch.arange(keys, device=scores.device)
@@ -74,14 +75,13 @@ class Dape(Around):
             corrections, later = [], queries
             for block in inputs.split(rows, dim=2):
                 later -= block.shape[2]
-                correction = self.correction(block[..., : keys - later])
-                corrections.append(F.pad(correction, (0, later)))
+                seen = block[..., : keys - later]
+                corrections.append(F.pad(self.correction(seen), (0, later)))
             return inputs.unflatten(1, (-1, heads)).sum(1) + torch.cat(corrections, dim=2)
 
     def correction(self, inputs: Tensor) -> Tensor:
         """f: [batch, heads of A and B, queries, keys] -> [batch, heads, queries, keys]."""
-        hidden = F.leaky_relu(self._layer(0, inputs), SLOPE)
-        return self._layer(1, hidden)
+        return self._layer(1, F.leaky_relu(self._layer(0, inputs), SLOPE))
 
     def _layer(self, number: int, x: Tensor) -> Tensor:
         """[batch, inputs, queries, keys] -> [batch, outputs, queries, keys]."""

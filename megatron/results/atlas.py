@@ -57,9 +57,8 @@ def atlas_rows(more: Iterable[Path] = ()) -> list[Row]:
     Later rows replace earlier ones of the same encoding and seed.
     """
     files = [FOLDER / f"tasks/{task}.jsonl" for task in TASKS]
-    files += sorted(FOLDER.glob("atlas/**/*.jsonl"))
     rows = {}
-    for row in read_rows([*files, *more]):
+    for row in read_rows([*files, *sorted(FOLDER.glob("atlas/**/*.jsonl")), *more]):
         name = cell_of(row).get("pos_emb") or encoding_of(row)
         if row.get("protocol") in ("tail", TASK):
             row = with_facts(row, {"cell": {ENCODING_AXIS: name}, "sweep": "atlas"})

@@ -43,16 +43,16 @@ def effective_lengths(rows: Sequence[Row]) -> dict[str, EffectiveLength]:
 
     lengths = {}
     # A model with windows of its own has no control: the evaluation's window would widen them.
-    longer = [
-        row
-        for row in tails
-        if value_of(row, "window") == "none"
-        and identity(row, MODEL) in control_of
-        and row["length"] > (trained_length(row) or 0)
-    ]
-    for label, measured in kinds(longer).items():
+    unlimited = [row for row in tails if value_of(row, "window") == "none"]
+    for label, measured in kinds(unlimited).items():
+        train_length = trained_length(measured[0]) or 0
+        longer = [
+            row
+            for row in measured
+            if row["length"] > train_length and identity(row, MODEL) in control_of
+        ]
         differences = {}
-        for ours in grouped(measured, ["length"]):
+        for ours in grouped(longer, ["length"]):
             controls = [control_of[identity(row, MODEL)] for row in ours]
             with suppress(UserError):  # the window was measured on other targets
                 differences[ours[0]["length"]] = difference_of(ours, controls)
@@ -64,7 +64,7 @@ def effective_lengths(rows: Sequence[Row]) -> dict[str, EffectiveLength]:
             if max(difference.estimate.interval(), default=0) < 0
         ]
         longest = max(gains, default=None)
-        text = str(longest or f"none shown above {trained_length(measured[0])}")
+        text = str(longest or f"none shown above {train_length}")
         if longest == max(differences):
             text += " or more"
         lengths[label] = EffectiveLength(text, longest, differences)
@@ -82,8 +82,8 @@ def tables_of_effective_lengths(rows: Sequence[Row]) -> list[Table]:
             difference = effective.differences[length]
             estimate = difference.estimate
             bounds = in_brackets(f"{bound:+.4f}" for bound in estimate.interval())
-            line = [f"{estimate.mean:+.4f} {bounds} at {length}", f"{estimate.n} {difference.unit}"]
-            body.append([label, effective.text, *line])
+            loss = f"{estimate.mean:+.4f} {bounds} at {length}"
+            body.append([label, effective.text, loss, f"{estimate.n} {difference.unit}"])
         if body:
             tables.append(Table(head, body, [NOTE], title=f"effective length, {heading}"))
     return tables

@@ -5,6 +5,7 @@ from scipy.stats import ttest_1samp
 
 from megatron.results.effective_length import effective_lengths, tables_of_effective_lengths
 from megatron.results.files import read_rows
+from megatron.results.labels import kinds
 from tests.results.rows import rows
 from tests.support import ROOT
 
@@ -47,6 +48,15 @@ def test_without_a_window_it_is_undefined():
     assert effective_lengths(rows("rotary", {512: 9.0}, protocol="tail")) == {}
     assert tables_of_effective_lengths(rows("rotary", {512: 9.0}, protocol="tail")) == []
     assert effective_lengths(rows("rotary", {512: 9.0})) == {}
+
+
+def test_a_label_tells_it_from_rows_without_a_window():
+    """As the labels of tables and figures of the same rows do."""
+    losses = [[20, 10, 10]] * 3
+    with_window = of(losses, (15, 15, 15), step=200)
+    without = [row for row in of(losses, (15, 15, 15), step=100) if not row.get("window")]
+    (label,) = effective_lengths(with_window + without)
+    assert label == next(label for label in kinds(with_window + without) if "200" in label)
 
 
 def test_each_text_and_protocol_has_a_table_of_its_own():

@@ -69,6 +69,12 @@ def test_an_entry_is_trained_placed_and_checked(sweep, entry, forks, tmp_path):
     assert wrong.returncode == 1
     assert f"mine-2: lacks rows of configuration {rows[0]['config_hash']}" in wrong.stderr
     assert "rows of other configurations" in wrong.stderr
+    longer = rows[0] | {"length": 128}
+    del longer["checksum"]
+    beside.write_text("\n".join([*results.splitlines()[1:], json.dumps(longer)]) + "\n")
+    wrong = forks.run(WARM, "check", *words)
+    assert "mine-2: lacks rows of configuration" in wrong.stderr
+    assert "rows of other configurations or lengths" in wrong.stderr
     beside.write_text(results)
     entry.write_text(ENTRY.replace("-distance", "-2 * distance"))  # other code than the rows'
     assert "mine-2: lacks rows of configuration" in forks.run(WARM, "check", *words).stderr
