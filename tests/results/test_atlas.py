@@ -216,7 +216,7 @@ def test_the_guide_says_what_tasks_decide(committed, p_of, atlas, page):
 def test_the_guide_names_what_its_encodings_decidedly_lose(p_of, page):
     lost = {part: [] for part in PARTS}
     others = ["path_fox", "rnope_swa", "ssmax", "dynamic_position_bias", "scale_invariant"]
-    others += ["bam", "cable", "grape_a", "kerple_log_3para", "mep_free", "kerple_log"]
+    others += ["bam", "cable", "grape_a", "kerple_log_3para", "mep_free", "kerple_log", "dape"]
     names = {"fox": "FoX", "t5": "T5"} | {name: name for name in others}
     for part, (name, shown) in itertools.product(PARTS, names.items()):
         if p_of("alibi", name, part) < 0.01:
@@ -257,6 +257,7 @@ def test_the_guide_names_the_best_of_flip_flop(atlas, page):
     assert set(means[means == 99].index) == {
         "scale_invariant",
         "kerple_log_3para",
+        "dape",
         "fox",
         "path_fox",
     }
@@ -269,7 +270,7 @@ def test_the_page_says_which_beat_alibi_on_text(committed, p_of, atlas, page):
     assert {name for name in p if p[name] < 0.01} == best
     names = ["grape_a", "bam", "path_fox", "dynamic_position_bias"]
     shown = [f"{p[name]:.3f}" for name in names]
-    assert "p against ALiBi {}, {} (undecided), {}, {}, dape_v2¹ untested;".format(*shown) in page
+    assert "p against ALiBi {}, {} (undecided), {}, {};".format(*shown) in page
     pairs = itertools.permutations(names, 2)
     better = [pair for pair in pairs if p_of(*pair, "text") < 0.01]
     assert better == [("path_fox", "dynamic_position_bias")]
